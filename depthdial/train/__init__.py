@@ -1,0 +1,1 @@
+"""Training: depth draws, losses, optimizers, run directories, the training loop."""
