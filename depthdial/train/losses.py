@@ -1,0 +1,124 @@
+"""Token losses and their weights: mixed depth over slices of one global batch.
+
+Here lives what turns logits into numbers to differentiate or to log. Which rows run how many
+loops is decided in `depth_schedule.py`; running the model is the training step's business.
+B rows, T tokens, V vocabulary, S depth slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Targets with this value carry no loss (padding, prompts, document starts).
+IGNORE = -100
+
+
+def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Negative log-likelihood of each target in nats, 0 where the target is IGNORE.
+
+    Logits at position t are compared with `targets_BT[:, t]`: shifting is the data's business.
+
+    Returns: [B, T] float32.
+    Raises: ValueError if the shapes do not belong together.
+    """
+    if logits_BTV.ndim != 3 or logits_BTV.shape[:2] != targets_BT.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits_BTV.shape)} and targets of shape "
+            f"{tuple(targets_BT.shape)} do not fit; expected [B, T, V] and [B, T]."
+        )
+    # fp32: the log of a sum over V bf16 exponentials keeps two digits, less than what one
+    # training step changes; bf16 logits themselves are exact in fp32.
+    nll_N = F.cross_entropy(
+        logits_BTV.float().flatten(0, 1),
+        targets_BT.flatten(),
+        ignore_index=IGNORE,
+        reduction="none",
+    )
+    return nll_N.view(targets_BT.shape)
+
+
+def count_targets(targets_BT: Tensor) -> int:
+    """Targets that carry loss."""
+    return int((targets_BT != IGNORE).sum())
+
+
+def sum_and_count(nll_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the token losses (float32 scalar, differentiable) and number of targets (int64)."""
+    return nll_BT.sum(), (targets_BT != IGNORE).sum()
+
+
+def step_loss_share(nll_BT: Tensor, *, step_targets: int) -> Tensor:
+    """What one micro-batch adds to the loss of its optimizer step.
+
+    Dividing by the targets of the whole step, not of the micro-batch, makes the shares add up
+    to the token mean, whatever the cut into micro-batches and slices. The loop count of a row
+    does not change its weight. A micro-batch without targets adds 0 and zero gradients.
+
+    Args:
+        step_targets: targets that carry loss in the whole global batch, over all ranks.
+
+    Raises: ValueError if the step has none.
+    """
+    if step_targets < 1:
+        raise ValueError(
+            f"the optimizer step has step_targets={step_targets}; a loss needs at least one target "
+            f"that is not {IGNORE}. Check the loss mask and the data of this batch."
+        )
+    return nll_BT.sum() / step_targets
+
+
+class DepthLosses:
+    """Running loss sums of one optimizer step or one validation, apart for each loop count.
+
+    Keeps no graph. Each slice is summed in float32 on its device, slices in float64 on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
+
+    def add(self, nll_BT: Tensor, targets_BT: Tensor, *, loops_per_slice: Sequence[int]) -> None:
+        """Add rows of whole slices.
+
+        Args:
+            loops_per_slice: loop count of each slice in row order; the rows are cut into as
+                many equal slices.
+
+        Raises: ValueError if the rows do not divide into the slices.
+        """
+        num_rows, num_slices = len(nll_BT), len(loops_per_slice)
+        if num_slices < 1 or num_rows % num_slices:
+            raise ValueError(f"{num_rows} rows do not divide into {num_slices} equal slices.")
+        # The sums stay on the device; reading them here would wait for it at each micro-batch.
+        # One sum per slice, so that neighbours in the micro-batch cannot change its rounding.
+        sums_S = torch.stack([s.sum() for s in nll_BT.detach().reshape(num_slices, -1)])
+        counts_S = (targets_BT != IGNORE).reshape(num_slices, -1).sum(dim=1)
+        self._parts.append((tuple(loops_per_slice), sums_S, counts_S))
+
+    def per_slice(self) -> list[tuple[int, float, int]]:
+        """(loop count, summed loss in nats, targets) of every slice in the order added."""
+        return [
+            slice_sums
+            for loops, sums_S, counts_S in self._parts
+            for slice_sums in zip(loops, sums_S.tolist(), counts_S.tolist(), strict=True)
+        ]
+
+    def mean(self) -> float:
+        """Token mean over everything added, nats. Raises ValueError without a target."""
+        parts = self.per_slice()
+        num_targets = sum(count for _, _, count in parts)
+        if num_targets == 0:
+            raise ValueError("no target was added, so there is no mean loss.")
+        return sum(total for _, total, _ in parts) / num_targets
+
+    def mean_by_loops(self) -> dict[int, float]:
+        """Token mean for each loop count that had a target, ascending, nats."""
+        sums: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        for loops, total, count in self.per_slice():
+            sums[loops] = sums.get(loops, 0.0) + total
+            counts[loops] = counts.get(loops, 0) + count
+        return {loops: sums[loops] / counts[loops] for loops in sorted(sums) if counts[loops]}
