@@ -1,0 +1,422 @@
+"""Parameters, FLOPs and cache bytes as functions of the config and the loop count.
+
+Nothing here builds a model. What the numbers mean for a device or how they are
+printed is decided elsewhere (the `plan` command renders `Plan`).
+
+D model width, H query heads, G key/value heads, C channels per head, F feed-forward
+width, V vocabulary, R low rank, k loops, K max_loops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from depthdial.config import ATTENTION, SWIGLU, CachePolicy, ModelConfig
+
+FLOPS_PER_WEIGHT = 2
+"""One multiplication and one addition per weight and token."""
+TRAINING_FACTOR = 3
+"""Backward through a matrix product costs two products: one per operand."""
+
+QueryPosition = Literal["mean", "last"]
+CachePhase = Literal["steady", "prompt_peak"]
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Unique parameters by part; a shared core counts once, whatever the loop count."""
+
+    embedding: int
+    prelude: int
+    core: int
+    coda: int
+    state_update: int
+    modulation: int
+    final_norm: int
+    head: int
+    """0 when the embedding matrix is the head."""
+
+    @property
+    def total(self) -> int:
+        """All unique parameters."""
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def non_embedding(self) -> int:
+        """All but the two vocabulary matrices."""
+        return self.total - self.embedding - self.head
+
+    @property
+    def backbone(self) -> int:
+        """All but the modulation: what ELR calls the backbone, gate included."""
+        return self.total - self.modulation
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Floating-point operations per token by part."""
+
+    prelude: int
+    core: int
+    coda: int
+    attention: float
+    """Scores and weighted sums of all attention visits; the projections are in their block."""
+    gate: int
+    """State update: the D x D gate, once per loop."""
+    modulation: int
+    """Low-rank path of every visited core and coda sublayer."""
+    head: int
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(dataclasses.astuple(self))
+
+    def share(self, part: str) -> float:
+        """Fraction of the total spent in one part, e.g. `share("gate")`."""
+        parts = dataclasses.asdict(self)
+        if part not in parts:
+            raise ValueError(f"no part '{part}' in a FLOP count; parts: {', '.join(parts)}.")
+        return parts[part] / self.total
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Costs of one loop count."""
+
+    num_loops: int
+    executed_sublayers: int
+    depth_ratio: float
+    """Executed sublayers over those of one loop."""
+    prompt_flops_per_token: float
+    """Forward, mean over the tokens of a prompt of `context` tokens."""
+    decode_flops_per_token: float
+    """Forward, for the last token of the context."""
+    cache_peak_bytes: int
+    """While the prompt runs."""
+    cache_steady_bytes: int
+    """While tokens are generated."""
+    memory_peak_bytes: int
+    """Weights and peak cache; activations are not in it."""
+    is_beyond_max_loops: bool
+    """Deeper than any loop count seen in training."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a model costs at several loop counts."""
+
+    parameters: ParameterCount
+    weight_bytes: int
+    context: int
+    batch_size: int
+    cache_policy: CachePolicy
+    is_beyond_max_context: bool
+    mean_training_loops: float
+    training_cost_ratio: float
+    """Training FLOPs over those of training the same tokens at one loop."""
+    rows: tuple[PlanRow, ...]
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Unique parameters of the model that `config` describes."""
+    vocabulary = config.vocab_size * config.d_model
+    return ParameterCount(
+        embedding=vocabulary,
+        prelude=_block_parameters(config, config.prelude_layout),
+        core=_block_parameters(config, config.core_layout),
+        coda=_block_parameters(config, config.coda_layout),
+        state_update=_state_update_parameters(config),
+        modulation=_modulation_parameters(config),
+        final_norm=config.d_model,
+        head=0 if config.tie_embeddings else vocabulary,
+    )
+
+
+def executed_sublayers(config: ModelConfig, num_loops: int) -> int:
+    """Sublayers that one forward runs: L_in + k * L_core + L_out."""
+    _require_count("num_loops", num_loops)
+    prelude, core, coda = config.split
+    return prelude + num_loops * core + coda
+
+
+def effective_depth(config: ModelConfig, mean_loops: float) -> float:
+    """Executed sublayers at a loop count that may be a mean: D_eff of ELR Eq. 5."""
+    if mean_loops < 1:
+        raise ValueError(f"mean_loops={mean_loops}, but every forward runs at least one loop.")
+    prelude, core, coda = config.split
+    return prelude + mean_loops * core + coda
+
+
+def mean_training_loops(max_loops: int, override_frac: float) -> float:
+    """Mean loops of a sample: uniform over 1..K, a fraction f overridden to one loop.
+
+        mean k = f + (1 - f) * (K + 1) / 2
+
+    Source: ELR section 4.
+    """
+    _require_count("max_loops", max_loops)
+    _require_frac("override_frac", override_frac)
+    return override_frac + (1 - override_frac) * (max_loops + 1) / 2
+
+
+def training_cost_ratio(config: ModelConfig, mean_loops: float, *, mixed_frac: float) -> float:
+    """Training FLOPs relative to one-loop training on the same tokens.
+
+        C / C_base = (1 - rho) + rho * D_eff(mean k) / D_eff(1)
+
+    The wall-clock ratio of synchronised ranks is this at the mean of the majority draw,
+    (K + 1) / 2, because ranks overridden to one loop wait for the others.
+
+    Args:
+        mean_loops: mean loop count of a sample while depths are mixed.
+        mixed_frac: rho, fraction of the tokens trained at mixed depth.
+
+    Source: ELR Eq. 5; it counts executed sublayers, so neither head nor gate.
+    """
+    _require_frac("mixed_frac", mixed_frac)
+    relative = effective_depth(config, mean_loops) / effective_depth(config, 1)
+    return (1 - mixed_frac) + mixed_frac * relative
+
+
+def flops_per_token(
+    config: ModelConfig,
+    num_loops: int,
+    *,
+    context: int,
+    training: bool = False,
+    position: QueryPosition = "mean",
+) -> FlopsPerToken:
+    """Floating-point operations per token of a forward, or of forward and backward.
+
+        2 * (weights of each matrix, times its visits) + 4 * H * C * S * (attention visits)
+
+    S is the number of tokens a query attends to. The gate is counted in every loop, also
+    where `gate_bypass` discards its result.
+    Left out: the embedding look-up, everything elementwise (norms, rotation, softmax,
+    activations, residuals, scale and shift, the state's interpolation), the heads of the
+    modulation (one table per loop count, not per token), document masks (which only lower
+    S), the optimizer, and recomputation.
+
+    Args:
+        context: tokens in the sequence.
+        training: count the backward too, through every loop: three times the forward.
+        position: `mean`, over the tokens of one causal sequence, S = (context + 1) / 2;
+            `last`, the newest token of a decoding step, S = context.
+    """
+    _require_count("num_loops", num_loops)
+    _require_count("context", context)
+    if position not in ("mean", "last"):
+        raise ValueError(f"position='{position}' is unknown; choose 'mean' or 'last'.")
+    attended = context if position == "last" else (context + 1) / 2
+    score_flops = 2 * FLOPS_PER_WEIGHT * config.num_heads * config.head_dim * attended
+    factor = TRAINING_FACTOR if training else 1
+    per_weight = FLOPS_PER_WEIGHT * factor
+    return FlopsPerToken(
+        prelude=per_weight * _block_matrices(config, config.prelude_layout),
+        core=per_weight * num_loops * _block_matrices(config, config.core_layout),
+        coda=per_weight * _block_matrices(config, config.coda_layout),
+        attention=factor * score_flops * _attention_visits(config, num_loops),
+        gate=per_weight * num_loops * _gate_matrix(config),
+        modulation=per_weight * _low_rank_visits(config, num_loops),
+        head=per_weight * config.vocab_size * config.d_model,
+    )
+
+
+def cache_slots(
+    config: ModelConfig, num_loops: int, *, policy: CachePolicy, phase: CachePhase = "steady"
+) -> int:
+    """Key/value slots, one per attention layer, or per attention layer and loop.
+
+    per_loop                  A_in + k * A_core + A_out    in both phases
+    collapse_last, last_step  A_in + A_core + A_out        steady
+    collapse_last             as per_loop                  while the prompt runs
+    last_step                 as steady                    while the prompt runs
+    """
+    _require_count("num_loops", num_loops)
+    if phase not in ("steady", "prompt_peak"):
+        raise ValueError(f"phase='{phase}' is unknown; choose 'steady' or 'prompt_peak'.")
+    if policy not in ("per_loop", "collapse_last", "last_step"):
+        raise ValueError(
+            f"cache policy '{policy}' is unknown; choose per_loop, collapse_last or last_step."
+        )
+    keeps_loops = policy == "per_loop" or (policy == "collapse_last" and phase == "prompt_peak")
+    return _attention_visits(config, num_loops if keeps_loops else 1)
+
+
+def cache_bytes(
+    config: ModelConfig,
+    num_loops: int,
+    *,
+    context: int,
+    policy: CachePolicy,
+    bytes_per_value: int,
+    batch_size: int = 1,
+    phase: CachePhase = "steady",
+) -> int:
+    """Bytes of cached keys and values: 2 * G * C per token and slot.
+
+    Args:
+        context: cached tokens per row.
+        bytes_per_value: 2 for bfloat16, 4 for float32.
+        phase: `steady`, while tokens are generated; `prompt_peak`, while the prompt runs.
+    """
+    _require_count("context", context)
+    _require_count("bytes_per_value", bytes_per_value)
+    _require_count("batch_size", batch_size)
+    slots = cache_slots(config, num_loops, policy=policy, phase=phase)
+    values_per_token = 2 * config.num_kv_heads * config.head_dim
+    return slots * values_per_token * context * batch_size * bytes_per_value
+
+
+def plan(
+    config: ModelConfig,
+    *,
+    num_loops: Sequence[int],
+    context: int,
+    batch_size: int = 1,
+    bytes_per_value: int = 2,
+    policy: CachePolicy | None = None,
+    override_frac: float = 0.0,
+    mixed_frac: float = 1.0,
+) -> Plan:
+    """Memory, FLOPs and cache at several loop counts, and the cost of training.
+
+    Loop counts above `max_loops` and contexts above `max_context` are computed and marked.
+
+    Args:
+        num_loops: loop counts, one row each.
+        context: tokens per sequence.
+        batch_size: sequences held at the same time.
+        bytes_per_value: of a weight and of a cached value; 2 for bfloat16.
+        policy: cache policy; None for the one in `config`.
+        override_frac: fraction of training samples forced to one loop.
+        mixed_frac: fraction of the training tokens at mixed depth.
+    """
+    if not num_loops:
+        raise ValueError("num_loops is empty; give at least one loop count, e.g. [1, 2, 4].")
+    policy = policy or config.loop.cache_policy
+    mean_loops = mean_training_loops(config.max_loops, override_frac)
+    cache = partial(
+        cache_bytes,
+        config,
+        context=context,
+        policy=policy,
+        bytes_per_value=bytes_per_value,
+        batch_size=batch_size,
+    )
+    parameters = count_parameters(config)
+    weight_bytes = parameters.total * bytes_per_value
+    return Plan(
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        context=context,
+        batch_size=batch_size,
+        cache_policy=policy,
+        is_beyond_max_context=context > config.max_context,
+        mean_training_loops=mean_loops,
+        training_cost_ratio=training_cost_ratio(config, mean_loops, mixed_frac=mixed_frac),
+        rows=tuple(
+            _plan_row(
+                config,
+                loops,
+                context=context,
+                peak=cache(num_loops=loops, phase="prompt_peak"),
+                steady=cache(num_loops=loops, phase="steady"),
+                weight_bytes=weight_bytes,
+            )
+            for loops in num_loops
+        ),
+    )
+
+
+def _plan_row(
+    config: ModelConfig, num_loops: int, *, context: int, peak: int, steady: int, weight_bytes: int
+) -> PlanRow:
+    executed = executed_sublayers(config, num_loops)
+    flops = partial(flops_per_token, config, num_loops, context=context)
+    return PlanRow(
+        num_loops=num_loops,
+        executed_sublayers=executed,
+        depth_ratio=executed / executed_sublayers(config, 1),
+        prompt_flops_per_token=flops(position="mean").total,
+        decode_flops_per_token=flops(position="last").total,
+        cache_peak_bytes=peak,
+        cache_steady_bytes=steady,
+        memory_peak_bytes=weight_bytes + peak,
+        is_beyond_max_loops=num_loops > config.max_loops,
+    )
+
+
+def _mixer_matrices(config: ModelConfig, letter: str) -> int:
+    """Weights of the mixer's matrices."""
+    if letter == ATTENTION:
+        return 2 * config.d_model * config.head_dim * (config.num_heads + config.num_kv_heads)
+    assert letter == SWIGLU, f"no parameter count for sublayer letter '{letter}'"
+    return 3 * config.d_model * config.d_ff
+
+
+def _block_matrices(config: ModelConfig, layout: str) -> int:
+    return sum(_mixer_matrices(config, letter) for letter in layout)
+
+
+def _block_parameters(config: ModelConfig, layout: str) -> int:
+    """Matrices, one norm gain [D] per sublayer, and the q and k gains [C] if there are any."""
+    qk_gains = 2 * config.head_dim * layout.count(ATTENTION) if config.qk_norm else 0
+    return _block_matrices(config, layout) + len(layout) * config.d_model + qk_gains
+
+
+def _gate_matrix(config: ModelConfig) -> int:
+    return config.d_model**2 if config.loop.update == "adaptive_delta" else 0
+
+
+def _state_update_parameters(config: ModelConfig) -> int:
+    """adaptive_delta: W [D, D], bias [D], gamma [D]; delta: rate [D]; others: none."""
+    vectors = {"adaptive_delta": 2, "delta": 1, "residual": 0, "replace": 0}
+    return _gate_matrix(config) + vectors[config.loop.update] * config.d_model
+
+
+def _modulation_parameters(config: ModelConfig) -> int:
+    """Condition MLP, heads and low-rank pairs of core and coda, entry and exit heads.
+
+    Source: ELR section 3.4 as laid out in spec 1.6; every Linear has a bias.
+    """
+    if config.modulation is None:
+        return 0
+    d_model, rank, d_cond = config.d_model, config.modulation.rank, config.modulation.d_cond
+
+    def linear(inputs: int, outputs: int) -> int:
+        return (inputs + 1) * outputs
+
+    mlp = linear(2 * config.modulation.embed_dim, d_cond) + linear(d_cond, d_cond)
+    scale_shift_gain, low_rank_gain = linear(d_cond, 3 * d_model), linear(d_cond, rank)
+    per_sublayer = scale_shift_gain + low_rank_gain + 2 * rank * d_model
+    entry, exit_gain = linear(d_cond, 3 * d_model), linear(d_cond, d_model)
+    return mlp + sum(config.split[1:]) * per_sublayer + entry + exit_gain
+
+
+def _low_rank_visits(config: ModelConfig, num_loops: int) -> int:
+    """Weights of the low-rank pairs, times their visits; the prelude has none."""
+    if config.modulation is None:
+        return 0
+    _, core, coda = config.split
+    return 2 * config.modulation.rank * config.d_model * (num_loops * core + coda)
+
+
+def _attention_visits(config: ModelConfig, num_loops: int) -> int:
+    outside = (config.prelude_layout + config.coda_layout).count(ATTENTION)
+    return outside + num_loops * config.core_layout.count(ATTENTION)
+
+
+def _require_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number, at least 1.")
+
+
+def _require_frac(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value}: give a fraction from 0 to 1.")

@@ -1,0 +1,333 @@
+"""count.py against published totals, the ELR cost table, and its own definitions."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from depthdial.config import ModelConfig, ModulationConfig
+from depthdial.model.count import (
+    cache_bytes,
+    cache_slots,
+    count_parameters,
+    effective_depth,
+    executed_sublayers,
+    flops_per_token,
+    mean_training_loops,
+    plan,
+    training_cost_ratio,
+)
+from depthdial.model.presets import preset
+
+COST_TABLE = json.loads(
+    (Path(__file__).parents[1] / "golden" / "elr" / "cost_table.json").read_text()
+)
+MODELS = COST_TABLE["models"]
+MODEL_IDS = [model["model"] for model in MODELS]
+
+
+def small(**changes: object) -> ModelConfig:
+    """A model small enough to count by hand, with no two widths alike."""
+    fields = {
+        "vocab_size": 50,
+        "d_model": 12,
+        "layout": "AF",
+        "split": (2, 4, 2),
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "d_ff": 20,
+        "max_context": 32,
+        "num_loops": 4,
+        "max_loops": 4,
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def with_partition(model: dict) -> ModelConfig:
+    """A model with the sublayer split and K of one entry of the cost table."""
+    return small(split=tuple(model["partition"]), num_loops=1, max_loops=model["K"])
+
+
+def with_attention_layers() -> ModelConfig:
+    """Six attention layers, the middle three looped."""
+    shape = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
+    return small(layout="A", split=(2, 3, 1), **shape)
+
+
+def test_every_part_of_a_small_model_counts_what_its_tensors_hold():
+    attention = 12 * 24 + 2 * (12 * 12) + 24 * 12
+    swiglu = 3 * 12 * 20
+    pair = attention + swiglu + 2 * 12
+    count = count_parameters(small())
+    assert (count.prelude, count.core, count.coda) == (pair, 2 * pair, pair)
+    assert (count.embedding, count.head, count.final_norm) == (600, 600, 12)
+    assert count.state_update == 12 * 12 + 2 * 12
+    assert count.modulation == 0
+    assert count.total == 4 * pair + 1200 + 12 + 168
+    assert count.non_embedding == count.total - 1200
+
+
+def test_a_tied_head_is_counted_once():
+    untied, tied = count_parameters(small()), count_parameters(small(tie_embeddings=True))
+    assert tied.head == 0
+    assert untied.total - tied.total == 50 * 12
+
+
+def test_qk_norm_adds_two_gains_per_attention_sublayer():
+    plain, normed = count_parameters(small()), count_parameters(small(qk_norm=True))
+    assert normed.total - plain.total == 4 * 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [("replace", 0), ("residual", 0), ("delta", 12), ("adaptive_delta", 168)],
+)
+def test_each_state_update_has_its_own_parameters(update, expected):
+    config = small(loop={"update": update})
+    assert count_parameters(config).state_update == expected
+
+
+def test_parameters_do_not_depend_on_the_loop_count():
+    assert count_parameters(small(num_loops=1)) == count_parameters(small(num_loops=4))
+
+
+@pytest.mark.parametrize(("width", "expected"), COST_TABLE["gate_parameters"].items())
+def test_gate_parameters_equal_the_cost_table(width, expected):
+    assert count_parameters(small(d_model=int(width))).state_update == expected
+
+
+def test_gpt_05b_has_31600640_conditioning_parameters():
+    """Consistent with the paper's 31.6M under the layout of spec 1.6.
+
+    The layout (embedding widths, biased heads, low-rank pairs per modulated sublayer) is
+    reconstructed, not published; this shows that it meets the published total.
+    """
+    count = count_parameters(preset("gpt-0.5b-modulated"))
+    assert count.modulation == 31_600_640
+    assert count.backbone == count_parameters(preset("gpt-0.5b")).total
+    assert round(100 * count.modulation / count.backbone, 2) == 6.34
+
+
+def test_koi_has_155627520_conditioning_parameters():
+    """d = 3072 and 24 + 14 modulated sublayers; consistent with the paper's 155.6M."""
+    koi = small(d_model=3072, split=(14, 24, 14), modulation=ModulationConfig())
+    assert count_parameters(koi).modulation == 155_627_520
+
+
+@pytest.mark.parametrize("entry", COST_TABLE["conditioning_parameters"]["table"])
+def test_conditioning_parameters_equal_the_cost_table(entry):
+    core = 14 if entry["modulated_sublayers"] == 22 else 24
+    split = (0, core, entry["modulated_sublayers"] - core)
+    config = small(d_model=entry["d"], split=split, modulation=ModulationConfig())
+    assert count_parameters(config).modulation == entry["total"]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=MODEL_IDS)
+def test_executed_sublayers_equal_the_cost_table(model):
+    config = with_partition(model)
+    counted = {str(k): executed_sublayers(config, k) for k in range(1, model["K"] + 1)}
+    assert counted == model["D_eff"]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=MODEL_IDS)
+def test_depth_at_the_mean_loop_count_equals_the_cost_table(model):
+    mean = mean_training_loops(model["K"], model["f"])
+    assert mean == pytest.approx(model["mean_k"], abs=1e-12)
+    depth = effective_depth(with_partition(model), mean)
+    assert depth == pytest.approx(model["D_eff_mean"], abs=1e-12)
+
+
+@pytest.mark.parametrize("entry", COST_TABLE["sweep"])
+def test_mean_loops_under_override_equal_the_cost_table(entry):
+    mean = mean_training_loops(entry["K"], entry["f"])
+    assert mean == pytest.approx(entry["mean_k"], abs=1e-12)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=MODEL_IDS)
+def test_training_cost_ratios_equal_the_cost_table(model):
+    for share, expected in model["training_cost_ratio_by_mixed_share_rho"].items():
+        ratio = training_cost_ratio(
+            with_partition(model), model["mean_k"], mixed_frac=float(Fraction(share))
+        )
+        assert ratio == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=MODEL_IDS)
+def test_wallclock_ratio_follows_the_majority_draw(model):
+    """Derived: overridden ranks wait, so the mean of the uniform draw counts, not the mean k."""
+    ratio = training_cost_ratio(
+        with_partition(model), mean_training_loops(model["K"], 0.0), mixed_frac=1.0
+    )
+    assert ratio == pytest.approx(model["wallclock_ratio_if_overridden_ranks_wait"], abs=1e-12)
+
+
+def test_b01_slot_counts_are_loops_of_the_core_plus_prelude_and_coda():
+    config = with_attention_layers()
+    assert [cache_slots(config, k, policy="per_loop") for k in (1, 2, 4)] == [6, 9, 15]
+    for policy in ("collapse_last", "last_step"):
+        assert [cache_slots(config, k, policy=policy) for k in (1, 2, 4)] == [6, 6, 6]
+
+
+def test_sublayers_without_attention_need_no_slots():
+    assert cache_slots(small(layout="F", split=(1, 2, 1)), 3, policy="per_loop") == 0
+
+
+def test_b50_cache_of_22_looped_layers_at_256k_tokens():
+    """The planner of B50 sized the cache by physical layers and ran out of memory."""
+    config = small(layout="A", split=(0, 22, 0), num_heads=8, num_kv_heads=8, head_dim=128)
+    asked = {"context": 262_144, "bytes_per_value": 2}
+    assert cache_bytes(config, 2, policy="per_loop", **asked) == 47_244_640_256
+    assert cache_bytes(config, 2, policy="last_step", **asked) == 23_622_320_128
+    assert cache_bytes(config, 2, policy="collapse_last", **asked) == 23_622_320_128
+    for policy, peak, steady in [
+        ("per_loop", 47_244_640_256, 47_244_640_256),
+        ("collapse_last", 47_244_640_256, 23_622_320_128),
+        ("last_step", 23_622_320_128, 23_622_320_128),
+    ]:
+        [row] = plan(config, num_loops=[2], context=262_144, policy=policy).rows
+        assert (row.cache_peak_bytes, row.cache_steady_bytes) == (peak, steady)
+
+
+def test_b50_three_of_six_attention_layers_looped_cost_half_of_k_plus_one():
+    config = with_attention_layers()
+    one = cache_bytes(config, 1, context=64, policy="per_loop", bytes_per_value=2)
+    for loops, ratio in COST_TABLE["attention_kv"]["per_loop_over_one_loop"].items():
+        k = int(loops)
+        at_k = cache_bytes(config, k, context=64, policy="per_loop", bytes_per_value=2)
+        assert at_k / one == ratio == (3 + 3 * k) / 6
+
+
+def test_kv_gibibytes_at_128k_equal_the_cost_table():
+    table = COST_TABLE["attention_kv"]
+    config = with_attention_layers()
+    assert config.num_kv_heads * config.head_dim == table["implied_kv_width_per_layer"]
+    gib = table["gib_at_128k_bf16"]
+    asked = {"context": 131_072, "bytes_per_value": 2}
+    assert cache_bytes(config, 4, policy="per_loop", **asked) == gib["per_loop_k4"] * 2**30
+    assert cache_bytes(config, 4, policy="last_step", **asked) == gib["last_loop"] * 2**30
+
+
+def test_cache_grows_with_rows():
+    asked = {"context": 16, "policy": "per_loop", "bytes_per_value": 4}
+    assert cache_bytes(small(), 2, batch_size=3, **asked) == 3 * cache_bytes(small(), 2, **asked)
+
+
+def test_forward_flops_are_two_per_weight_and_visit():
+    flops = flops_per_token(small(), 3, context=9)
+    attention, swiglu = 12 * 24 * 2 + 12 * 12 * 2, 3 * 12 * 20
+    assert flops.prelude == flops.coda == 2 * (attention + swiglu)
+    assert flops.core == 3 * 2 * 2 * (attention + swiglu)
+    assert flops.gate == 3 * 2 * 12 * 12
+    assert flops.head == 2 * 50 * 12
+    assert flops.modulation == 0
+
+
+def test_attention_flops_are_those_of_the_mean_or_the_last_query():
+    visits, width = 1 + 3 * 2 + 1, 24
+    mean = flops_per_token(small(), 3, context=9)
+    last = flops_per_token(small(), 3, context=9, position="last")
+    assert mean.attention == visits * 2 * 2 * width * 5
+    assert last.attention == visits * 2 * 2 * width * 9
+
+
+def test_causal_mean_is_the_average_over_all_positions():
+    per_position = [
+        flops_per_token(small(), 2, context=n, position="last").attention for n in range(1, 9)
+    ]
+    assert flops_per_token(small(), 2, context=8).attention == sum(per_position) / 8
+
+
+def test_modulation_flops_are_the_low_rank_path_of_core_and_coda():
+    config = small(modulation=ModulationConfig(d_cond=8, rank=5, embed_dim=4))
+    assert flops_per_token(config, 3, context=9).modulation == (3 * 4 + 2) * 2 * (2 * 12 * 5)
+
+
+def test_only_the_adaptive_update_spends_gate_flops():
+    for update in ("replace", "residual", "delta"):
+        config = small(loop={"update": update})
+        assert flops_per_token(config, 2, context=8).gate == 0
+
+
+def test_training_costs_three_forwards():
+    forward = flops_per_token(small(), 2, context=8)
+    assert flops_per_token(small(), 2, context=8, training=True).total == 3 * forward.total
+
+
+def test_shares_of_all_parts_add_up_to_one():
+    flops = flops_per_token(preset("gpt-0.5b-modulated"), 5, context=1024)
+    parts = ("prelude", "core", "coda", "attention", "gate", "modulation", "head")
+    assert sum(flops.share(part) for part in parts) == pytest.approx(1.0)
+    assert 0 < flops.share("gate") < flops.share("modulation")
+
+
+def test_an_unknown_part_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="no part 'norms'.*gate, modulation"):
+        flops_per_token(small(), 1, context=8).share("norms")
+
+
+@pytest.mark.parametrize("num_loops", [0, -1, 2.0, "2", True])
+def test_a_loop_count_that_is_not_a_positive_integer_is_refused(num_loops):
+    with pytest.raises(ValueError, match="num_loops=.*at least 1"):
+        executed_sublayers(small(), num_loops)
+
+
+def test_unknown_policy_phase_and_position_are_refused():
+    with pytest.raises(ValueError, match="share_all"):
+        cache_slots(small(), 2, policy="share_all")
+    with pytest.raises(ValueError, match="phase='later'"):
+        cache_slots(small(), 2, policy="per_loop", phase="later")
+    with pytest.raises(ValueError, match="position='first'"):
+        flops_per_token(small(), 2, context=8, position="first")
+
+
+def test_fractions_outside_zero_to_one_are_refused():
+    with pytest.raises(ValueError, match="mixed_frac=1.5"):
+        training_cost_ratio(small(), 2.0, mixed_frac=1.5)
+    with pytest.raises(ValueError, match="override_frac=-0.1"):
+        mean_training_loops(4, -0.1)
+    with pytest.raises(ValueError, match="mean_loops=0.5"):
+        effective_depth(small(), 0.5)
+
+
+def test_plan_rows_agree_with_the_single_functions():
+    config = preset("gpt-0.5b-modulated")
+    planned = plan(
+        config,
+        num_loops=[1, 5],
+        context=2048,
+        batch_size=2,
+        override_frac=0.15,
+        mixed_frac=0.25,
+    )
+    row = planned.rows[1]
+    assert planned.weight_bytes == 2 * count_parameters(config).total
+    assert planned.training_cost_ratio == pytest.approx(1.1983333333333333)
+    assert (row.executed_sublayers, row.depth_ratio) == (86, 86 / 30)
+    assert row.prompt_flops_per_token == flops_per_token(config, 5, context=2048).total
+    assert row.decode_flops_per_token > row.prompt_flops_per_token
+    assert row.memory_peak_bytes == planned.weight_bytes + row.cache_peak_bytes
+
+
+def test_plan_takes_the_policy_of_the_config_unless_one_is_given():
+    config = small(loop={"cache_policy": "last_step"})
+    assert plan(config, num_loops=[2], context=8).cache_policy == "last_step"
+    assert plan(config, num_loops=[2], context=8, policy="per_loop").cache_policy == "per_loop"
+
+
+def test_b15_plan_marks_loop_counts_outside_training():
+    rows = plan(small(), num_loops=[4, 5], context=8).rows
+    assert [row.is_beyond_max_loops for row in rows] == [False, True]
+
+
+def test_plan_marks_a_context_longer_than_the_model_is_meant_for():
+    assert plan(small(), num_loops=[1], context=33).is_beyond_max_context
+    assert not plan(small(), num_loops=[1], context=32).is_beyond_max_context
+
+
+def test_plan_without_loop_counts_is_refused():
+    with pytest.raises(ValueError, match="num_loops is empty"):
+        plan(small(), num_loops=[], context=8)
