@@ -1,0 +1,207 @@
+"""The import order of the house plan: downward only, no circles, wherever the import stands.
+
+Every import in `depthdial/` is read from the syntax tree: at the top of a file, inside a
+function, under TYPE_CHECKING, and `import_module("depthdial...")` with a literal name.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "depthdial"
+ROOT = Path(__file__).parents[1] / PACKAGE
+ORDER = (
+    "config",
+    "report",
+    "layers",
+    "data",
+    "model",
+    "convert",
+    "hf",
+    "engine",
+    "eval",
+    "train",
+    "posttrain",
+    "studies",
+    "serve",
+    "vllm_plugin",
+    "api",
+    "cli",
+    "__main__",
+)
+"""Top-level parts of the package, lowest first; a part imports itself and lower ones."""
+FRONT_DOOR_CONSTANTS = {"__version__"}
+"""Names that any file may take from `depthdial` itself: they need no other module."""
+
+
+def modules_below(root: Path) -> dict[str, Path]:
+    """Dotted name -> file of every module of the package at `root`."""
+    modules = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def imported_names(tree: ast.AST, package: str) -> set[tuple[str, str | None]]:
+    """(module, name taken from it or None) of all imports; `package` resolves relative ones."""
+    found: set[tuple[str, str | None]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, None) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            found |= {(base, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            called = node.func.id if isinstance(node.func, ast.Name) else called
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                found.add((node.args[0].value, None))
+    return found
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Module -> modules of the same package that it imports."""
+    modules = modules_below(root)
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        graph[module] = set()
+        for base, name in imported_names(ast.parse(path.read_text(encoding="utf-8")), package):
+            if base.split(".")[0] != root.name:
+                continue
+            if name and f"{base}.{name}" in modules:
+                graph[module].add(f"{base}.{name}")
+            elif base != root.name or name not in FRONT_DOOR_CONSTANTS:
+                graph[module].add(base)
+    return graph
+
+
+def rank(module: str) -> int:
+    """Place in ORDER; the package's own `__init__` is the front door, above everything."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return len(ORDER)
+    # report.py is too long for one file; its parts stand beside it as report_*.py.
+    part = "report" if parts[1].startswith("report_") else parts[1]
+    if part not in ORDER:
+        raise ValueError(f"{module} is not in the house plan; place '{part}' in ORDER.")
+    return ORDER.index(part)
+
+
+def forbidden_edges(graph: dict[str, set[str]]) -> list[str]:
+    """Imports that go up in the order."""
+    return [
+        f"{module} imports {target}"
+        for module, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if rank(target) > rank(module)
+    ]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of modules, first and last the same, or an empty list."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph.get(module, ())):
+            if found := visit(target, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    for module in sorted(graph):
+        if found := visit(module, []):
+            return found
+    return []
+
+
+@pytest.fixture
+def package(tmp_path):
+    """Writes a package from {relative file: source} and returns its import graph."""
+
+    def write(**sources: str) -> dict[str, set[str]]:
+        root = tmp_path / PACKAGE
+        for name, source in {"__init__": "", **sources}.items():
+            path = root / (name.replace("__in__", "/") + ".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source)
+        return import_graph(root)
+
+    return write
+
+
+def test_no_import_goes_against_the_order():
+    assert forbidden_edges(import_graph(ROOT)) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle(import_graph(ROOT)) == []
+
+
+def test_the_package_is_seen_at_all():
+    """An empty graph would pass every check."""
+    graph = import_graph(ROOT)
+    assert f"{PACKAGE}.config" in graph[f"{PACKAGE}.model.count"]
+
+
+def test_self_an_upward_import_is_detected(package):
+    graph = package(layers__in__a="from depthdial.model.b import x", model__in__b="x = 1")
+    assert forbidden_edges(graph) == ["depthdial.layers.a imports depthdial.model.b"]
+
+
+def test_self_a_downward_import_is_allowed(package):
+    graph = package(model__in__b="from depthdial.layers.a import x", layers__in__a="x = 1")
+    assert graph["depthdial.model.b"] == {"depthdial.layers.a"}
+    assert forbidden_edges(graph) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    from depthdial.train import step",
+        "def f():\n    import depthdial.train.step",
+        "def f():\n    from ..train.step import x",
+        "import importlib\nm = importlib.import_module('depthdial.train.step')",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from depthdial.train import step",
+    ],
+)
+def test_self_a_hidden_upward_import_is_detected(package, source):
+    graph = package(eval__in__a=source, train__in__step="x = 1")
+    assert forbidden_edges(graph) == ["depthdial.eval.a imports depthdial.train.step"]
+
+
+@pytest.mark.parametrize("source", ["import depthdial", "from depthdial import load"])
+def test_self_importing_the_front_door_from_inside_is_detected(package, source):
+    assert forbidden_edges(package(cli=source)) == ["depthdial.cli imports depthdial"]
+
+
+def test_self_the_version_may_be_imported_from_anywhere(package):
+    assert forbidden_edges(package(config="from depthdial import __version__")) == []
+
+
+def test_self_a_circle_between_siblings_is_detected(package):
+    graph = package(
+        model__in__a="from depthdial.model import b",
+        model__in__b="def f():\n    from .c import x",
+        model__in__c="import depthdial.model.a\nx = 1",
+    )
+    assert forbidden_edges(graph) == []
+    names = [f"depthdial.model.{letter}" for letter in "abca"]
+    assert circle(graph) == names
+
+
+def test_self_a_part_outside_the_plan_is_refused(package):
+    graph = package(utils="import depthdial.config", config="")
+    with pytest.raises(ValueError, match="depthdial.utils is not in the house plan"):
+        forbidden_edges(graph)
