@@ -1,0 +1,226 @@
+"""One self-contained HTML page and one PNG from run data alone.
+
+Here lives the page: numbers as text, tables, and the assembly of what
+`report_data.py` (the data), `report_words.py` (the statements) and
+`report_figures.py` (the drawings) provide. The page fetches nothing and runs no
+script; its content policy forbids both. Equal data give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from depthdial import report_figures, report_words
+from depthdial.report_data import Difference, RunCost, Section, read_report_data
+
+_TEMPLATE = Path(__file__).with_name("report_template.html")
+
+# Words on the page for `report_words.Kind`.
+_LABELS = {"against": "Against", "open": "Undecided", "shown": "Measured", "limit": "Limit"}
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """Files written by `write_report`."""
+
+    html: Path
+    curve: Path
+
+
+def build_report(data: dict[str, Any]) -> str:
+    """The page as text.
+
+    Args:
+        data: plain JSON data of the shape of `report_data.ReportData`.
+
+    Raises: ValueError with one line per problem of the data; ImportError that
+        names the extra if matplotlib or jinja2 is missing.
+    """
+    report = read_report_data(data)
+    return _template().render(
+        report=report,
+        sections=[
+            _section_view(section, prefix=f"s{idx + 1}")
+            for idx, section in enumerate(report.sections)
+        ],
+        provenance=list(_flat(report.provenance)),
+    )
+
+
+def write_report(data: dict[str, Any], folder: str | Path) -> ReportPaths:
+    """Write `report.html` and `curve.png` (the loss curves) into `folder`, which may be new.
+
+    Both are complete or absent: each is written under a temporary name first.
+    Raises: as `build_report`; nothing is written then.
+    """
+    folder = Path(folder)
+    page = build_report(data).encode("utf-8")
+    curve = report_figures.curve_png(read_report_data(data))
+    paths = ReportPaths(html=folder / "report.html", curve=folder / "curve.png")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in ((paths.html, page), (paths.curve, curve)):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    return paths
+
+
+def _section_view(section: Section, *, prefix: str) -> dict[str, Any]:
+    """Everything the template prints of one section; all numbers are already text."""
+    figures = {
+        "loss": report_figures.loss_svg(section, prefix=prefix),
+        "difference": None,
+        "accuracy": None,
+        "training": None,
+    }
+    if section.baseline is not None or len(section.depths) > 1:
+        figures["difference"] = report_figures.difference_svg(section, prefix=prefix)
+    if section.kind == "pointer_program":
+        figures["accuracy"] = report_figures.accuracy_svg(section, prefix=prefix)
+    if section.training_curve:
+        figures["training"] = report_figures.training_svg(section, prefix=prefix)
+    return {
+        "data": section,
+        "summary": _unbroken(report_words.summarise_section(section)),
+        "findings": [
+            (f.kind, _LABELS[f.kind], _unbroken(f.text)) for f in report_words.find_all(section)
+        ],
+        "level": report_words.percent(section.level),
+        "solved": report_words.percent(report_words.SOLVED_ACCURACY),
+        "chance": None
+        if section.chance_accuracy is None
+        else report_words.percent(section.chance_accuracy),
+        "margin": f"{section.margin:.4f}",
+        "figures": figures,
+        "outside": {depth.num_loops for depth in section.depths if not depth.trained},
+        "averaged": report_figures.is_averaged(section),
+        "rows": list(_rows(section)),
+        "timed": section.timing_note is not None,
+        "costs": _costs(section),
+        "settings": list(_flat(section.settings)),
+    }
+
+
+def _unbroken(text: str) -> str:
+    """No line break inside `k = 1`, `k 1→2`, `95 %` and `+0.1 [+0.0, +0.2]`."""
+    text = re.sub(r"(?<=\bk) (= )?(?=\d)", lambda m: m[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
+    return re.sub(r" (?=%|\[)|(?<=\d,) (?=[^ ]*\])|(?<=→\d) ", "\N{NO-BREAK SPACE}", text)
+
+
+def _rows(section: Section) -> Iterator[dict[str, Any]]:
+    """Table rows: the baseline, then every loop count, none of them singled out."""
+    measured = [("baseline", None, section.baseline)] if section.baseline is not None else []
+    measured += [(str(depth.num_loops), depth, depth) for depth in section.depths]
+    first = measured[0][2]
+    for name, depth, values in measured:
+        yield {
+            "name": name,
+            "is_baseline": depth is None,
+            "trained": depth is None or depth.trained,
+            "loss": f"{values.loss:.4f}",
+            "loss_interval": f"[{values.low:.4f}, {values.high:.4f}]",
+            "vs_baseline": _difference(depth and depth.vs_baseline, section.margin),
+            "vs_previous": _difference(depth and depth.vs_previous, section.margin),
+            "sublayers": str(values.executed_sublayers),
+            "mflops": f"{values.flops_per_token / 1e6:,.2f}",
+            "ms_min": _milliseconds(values.ms_per_token_min),
+            "ms_median": _milliseconds(values.ms_per_token_median),
+            "flops_ratio": f"{values.flops_per_token / first.flops_per_token:.2f}",
+            "ms_ratio": _ratio(values.ms_per_token_min, first.ms_per_token_min),
+        }
+
+
+def _difference(difference: Difference | None, margin: float) -> dict[str, str] | None:
+    if difference is None:
+        return None
+    low, high = report_words.signed(difference.low), report_words.signed(difference.high)
+    return {
+        "estimate": report_words.signed(difference.estimate),
+        "interval": f"[{low}, {high}]",
+        "verdict": report_words.verdict(difference, margin),
+    }
+
+
+def _milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _ratio(value: float | None, reference: float | None) -> str:
+    return f"{value / reference:.2f}" if value is not None and reference else ""
+
+
+def _costs(section: Section) -> list[tuple[str, str, str, str]]:
+    """Training cost rows: name, looped, baseline, ratio; no rows without `training`."""
+    if section.training is None:
+        return []
+    looped, baseline = section.training.looped, section.training.baseline
+    rows = []
+    for name, key in (
+        ("Parameters", "params"),
+        ("Optimizer steps", "steps"),
+        ("Training tokens", "tokens"),
+        ("Training FLOPs", "flops"),
+        ("Wall-clock", "seconds"),
+    ):
+        ours = looped.model_dump()[key]
+        theirs = None if baseline is None else baseline.model_dump()[key]
+        rows.append((name, _cost(looped, key), _cost(baseline, key), _ratio(ours, theirs)))
+    return rows
+
+
+def _cost(side: RunCost | None, key: str) -> str:
+    """One training cost in words; empty without a baseline."""
+    if side is None:
+        return ""
+    if key == "flops":
+        return _flops(side.flops)
+    if key == "seconds":
+        return _duration(side.seconds)
+    return f"{side.model_dump()[key]:,}"
+
+
+def _flops(value: float) -> str:
+    """`13.1 TFLOP`: three significant digits."""
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}FLOP"
+    return f"{value:.3g} FLOP"
+
+
+def _duration(seconds: float) -> str:
+    """`4 min 22 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as (dotted key, value) pairs, in the given order."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield f"{prefix}{key}", text
+
+
+def _template():
+    """The page template; every value is escaped except the drawings."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise ImportError("reports need jinja2; install depthdial with the extra 'report'.") from (
+            error
+        )
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
