@@ -1,0 +1,166 @@
+"""Batched, cached, seeded generation from token ids, with a loop count per row.
+
+Token ids only: text and tokenizers belong to `api.py`.
+Letters: B rows, T tokens of one call, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from depthdial.config import CachePolicy
+from depthdial.engine.sampling import Sampling, sample
+from depthdial.model.loop_cache import LoopCache
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.schedule import NumLoops, allowed_num_loops
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One row's result.
+
+    token_ids: the new tokens, without the stop token. finish_reason: `stop` or `length`.
+    """
+
+    token_ids: list[int]
+    num_loops: int
+    prompt_tokens: int
+    finish_reason: Literal["stop", "length"]
+
+
+@torch.no_grad()
+def generate(
+    model: LoopedLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_loops: int | Sequence[int],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop_ids: Sequence[int] = (),
+    cache_policy: CachePolicy | None = None,
+    prefill_chunk: int | None = None,
+) -> list[Generation]:
+    """Continue every prompt by up to `max_new_tokens`.
+
+    Args:
+        prompts: token ids, one non-empty list per row; lengths may differ.
+        num_loops: for all rows, or one per row.
+        sampling: None is greedy.
+        stop_ids: tokens that end a row.
+        cache_policy: None for the model's own.
+        prefill_chunk: tokens per prompt call; None for the whole prompt at once.
+
+    Returns: one `Generation` per prompt, in order.
+    Raises: ValueError for an empty prompt, an unknown id, a loop count the model refuses, or a
+        prompt and limit beyond `max_context`.
+    """
+    _check_request(model, prompts, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
+    sampling = Sampling() if sampling is None else sampling
+    batch_size = len(prompts)
+    loops = num_loops if isinstance(num_loops, int) else torch.tensor(list(num_loops))
+    loops = allowed_num_loops(model.config, loops, batch_size=batch_size)
+    device = model.embedding.weight.device
+    cache = LoopCache(
+        model.config,
+        batch_size=batch_size,
+        capacity=max(map(len, prompts)) + max_new_tokens,
+        policy=cache_policy,
+        device=device,
+    )
+    generators = sampling.generators(batch_size)
+    new_ids: list[list[int]] = [[] for _ in prompts]
+    is_open_B = torch.ones(batch_size, dtype=torch.bool)
+    with model.modulation.tabulated():
+        logits_BV = _prefill(model, prompts, loops, cache=cache, chunk=prefill_chunk)
+        cache.end_prompt()
+        for step in range(max_new_tokens):
+            next_B = sample(logits_BV, sampling, generators).cpu()
+            for row in is_open_B.nonzero()[:, 0].tolist():
+                token = int(next_B[row])
+                if token in stop_ids:
+                    is_open_B[row] = False
+                else:
+                    new_ids[row].append(token)
+            if step == max_new_tokens - 1 or not bool(is_open_B.any()):
+                break
+            # A finished row brings padding from here on: nothing of it is stored or attended.
+            logits_BV = model(
+                next_B[:, None].to(device),
+                num_loops=loops,
+                cache=cache,
+                padding_mask_BT=is_open_B[:, None].to(device),
+            )[:, 0]
+    depths = torch.as_tensor(loops).expand(batch_size).tolist()
+    return [
+        Generation(ids, depth, len(prompt), "length" if still_open else "stop")
+        for ids, depth, prompt, still_open in zip(
+            new_ids, depths, prompts, is_open_B.tolist(), strict=True
+        )
+    ]
+
+
+def _prefill(
+    model: LoopedLM,
+    prompts: Sequence[Sequence[int]],
+    loops: NumLoops,
+    *,
+    cache: LoopCache,
+    chunk: int | None,
+) -> Tensor:
+    """Store all prompts and return the logits after each one's last token, [B, V]."""
+    device = model.embedding.weight.device
+    lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+    longest = int(lengths_B.max())
+    tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
+    real_BT = torch.arange(longest) < lengths_B[:, None]
+    last_BD = torch.zeros(
+        len(prompts), model.config.d_model, device=device, dtype=model.embedding.weight.dtype
+    )
+    for start in range(0, longest, chunk or longest):
+        end = min(start + (chunk or longest), longest)
+        x_BTD = model.trunk(
+            tokens_BT[:, start:end].to(device),
+            num_loops=loops,
+            cache=cache,
+            padding_mask_BT=real_BT[:, start:end].to(device),
+        )
+        ends_here = ((lengths_B > start) & (lengths_B <= end)).nonzero()[:, 0]
+        last_BD[ends_here] = x_BTD[ends_here, lengths_B[ends_here] - 1 - start]
+    return model.head(last_BD)
+
+
+def _check_request(
+    model: LoopedLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    prefill_chunk: int | None,
+) -> None:
+    config = model.config
+    if not prompts:
+        raise ValueError("no prompts were given; give at least one.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}; give at least 1.")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ValueError(f"prefill_chunk={prefill_chunk}; give at least 1, or None.")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {row} is empty; give at least one token.")
+        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"prompt {row} has token id {wrong[0]}; the model knows 0..{config.vocab_size - 1}. "
+                "Was it made with another tokenizer?"
+            )
+        if len(prompt) + max_new_tokens > config.max_context:
+            raise ValueError(
+                f"prompt {row} has {len(prompt)} tokens and asks for {max_new_tokens} more; the "
+                f"model's context is {config.max_context}. Shorten one of them."
+            )

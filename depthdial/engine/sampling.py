@@ -1,0 +1,83 @@
+"""From next-token logits to a token: temperature, top-k, top-p, min-p, seeded per row.
+
+Letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Fields:
+        temperature: 0 is greedy; larger is flatter.
+        top_k: keep this many most likely tokens; 0 keeps all.
+        top_p: keep the most likely tokens until their probability reaches this, in (0, 1].
+        min_p: drop tokens below this fraction of the most likely one's probability, in [0, 1].
+        seed: row r of a batch draws from (seed, r), so a row's tokens do not depend on its
+            neighbours.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature >= 0": self.temperature >= 0,
+            "top_k >= 0": self.top_k >= 0,
+            "0 < top_p <= 1": 0 < self.top_p <= 1,
+            "0 <= min_p <= 1": 0 <= self.min_p <= 1,
+            "0 <= seed < 2^63": 0 <= self.seed < 2**63,
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise ValueError(f"{self}: needs {', '.join(broken)}.")
+
+    def generators(self, num_rows: int) -> list[torch.Generator]:
+        """One random stream per row."""
+        return [
+            torch.Generator().manual_seed((self.seed * 1_000_003 + row) % 2**63)
+            for row in range(num_rows)
+        ]
+
+
+def probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that is drawn from, fp32 [B, V]; greedy is a point mass."""
+    if sampling.temperature == 0:
+        best_B = logits_BV.argmax(dim=-1)
+        return torch.nn.functional.one_hot(best_B, logits_BV.shape[-1]).float()
+    # fp32: the tail that top-p cuts is lost in bf16 cumulative sums.
+    probs_BV = (logits_BV.float() / sampling.temperature).softmax(dim=-1)
+    keep_BV = torch.ones_like(probs_BV, dtype=torch.bool)
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    if 0 < sampling.top_k < probs_BV.shape[-1]:
+        ranks_BV = order_BV.argsort(dim=-1)
+        keep_BV &= ranks_BV < sampling.top_k
+    if sampling.top_p < 1:
+        before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
+        keep_BV &= torch.zeros_like(keep_BV).scatter(1, order_BV, before_BV < sampling.top_p)
+    if sampling.min_p > 0:
+        keep_BV &= probs_BV >= sampling.min_p * sorted_BV[:, :1]
+    kept_BV = probs_BV.masked_fill(~keep_BV, 0.0)
+    return kept_BV / kept_BV.sum(dim=-1, keepdim=True)
+
+
+def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
+    """One token id per row, [B] int64."""
+    if sampling.temperature == 0:
+        return logits_BV.argmax(dim=-1)
+    probs_BV = probabilities(logits_BV, sampling).cpu()
+    drawn = [
+        torch.multinomial(probs_V, 1, generator=generator)
+        for probs_V, generator in zip(probs_BV, generators, strict=True)
+    ]
+    return torch.cat(drawn).to(logits_BV.device)

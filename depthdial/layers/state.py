@@ -1,0 +1,197 @@
+"""What a layer sees of a cache: slots. The mask and the attention product live here too.
+
+A slot writes one call's keys and values at the current positions and attends; it never
+advances. Which slot serves which loop is decided in `model/loop_cache.py`.
+Letters: B batch, T query tokens, S source tokens, H query heads, G key/value heads,
+C channels per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+AttentionImpl = Literal["explicit", "sdpa"]
+
+# On CPUs the fused kernel is 2 to 4 times slower than two matrix products in bf16 at short
+# context, and faster in fp32 and at long context (docs/results/train_speed.md).
+EXPLICIT_MAX_SOURCE_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Who may attend to whom, built once per forward.
+
+    Fields:
+        bias_BTS: [1 or B, 1, T, S], 0 where allowed and a large negative number elsewhere;
+            None for plain causal attention over this call's own tokens.
+        has_key_BT: [B, T] False where a query may attend to nothing (its output is 0);
+            None when every query has a key.
+        impl: `explicit` matrix products with a softmax, or torch's fused `sdpa`.
+    """
+
+    bias_BTS: Tensor | None
+    has_key_BT: Tensor | None
+    impl: AttentionImpl
+
+    def narrow(self, rows: Tensor) -> AttentionMask:
+        """Keep some rows of the batch."""
+        return AttentionMask(
+            narrow_rows(self.bias_BTS, rows), narrow_rows(self.has_key_BT, rows), self.impl
+        )
+
+
+def narrow_rows(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Select rows of dimension 0; a tensor shared by the whole batch (size 1) stays."""
+    if tensor is None or tensor.shape[0] == 1:
+        return tensor
+    return tensor.index_select(0, rows)
+
+
+def choose_attention(
+    dtype: torch.dtype, *, num_source_tokens: int, device_type: str
+) -> AttentionImpl:
+    """The faster product for this dtype, length and device."""
+    short_bf16 = dtype == torch.bfloat16 and num_source_tokens <= EXPLICIT_MAX_SOURCE_TOKENS
+    return "explicit" if short_bf16 and device_type == "cpu" else "sdpa"
+
+
+def causal_mask(
+    num_tokens: int, *, impl: AttentionImpl, dtype: torch.dtype, device: torch.device
+) -> AttentionMask:
+    """Plain causal attention over this call's tokens."""
+    if impl == "sdpa":
+        return AttentionMask(None, None, impl)
+    allowed = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    return AttentionMask(_bias(allowed[None], dtype), None, impl)
+
+
+def mask_from_allowed(
+    allowed_BTS: Tensor, *, impl: AttentionImpl, dtype: torch.dtype
+) -> AttentionMask:
+    """From a boolean table; a query with no allowed key gets 0, not NaN."""
+    return AttentionMask(_bias(allowed_BTS, dtype), allowed_BTS.any(dim=-1), impl)
+
+
+def _bias(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    # Finite, so that a fully masked row softmaxes to finite numbers; has_key_BT zeroes it after.
+    blocked = torch.finfo(dtype).min / 2
+    bias = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
+    return bias.masked_fill(~allowed_BTS, blocked)[:, None]
+
+
+class KVSlot(Protocol):
+    """Keys and values of one (layer, loop) as a layer sees them."""
+
+    def attend(
+        self, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, *, mask: AttentionMask, scale: float
+    ) -> Tensor:
+        """Store k and v at the current positions and attend. Returns y [B, T, H, C]."""
+        ...
+
+
+class UncachedSlot:
+    """Stores nothing: attention over this call's own tokens (training, scoring)."""
+
+    def attend(
+        self, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, *, mask: AttentionMask, scale: float
+    ) -> Tensor:
+        return attention(q_BTHC, k_BTGC, v_BTGC, mask=mask, scale=scale)
+
+
+class KVBuffer:
+    """Contiguous keys and values of one (layer, loop): [rows, capacity + 1, G, C] each.
+
+    The last position is a bin for padding tokens: written, never read.
+    """
+
+    def __init__(self, num_rows: int, capacity: int) -> None:
+        self.num_rows = num_rows
+        self.capacity = capacity
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def write(self, rows: Tensor, index_BT: Tensor, k_BTGC: Tensor, v_BTGC: Tensor) -> None:
+        """Put token t of row b at position index_BT[b, t] of row rows[b]."""
+        if self.k is None or self.v is None:
+            shape = (self.num_rows, self.capacity + 1, *k_BTGC.shape[2:])
+            self.k, self.v = k_BTGC.new_zeros(shape), v_BTGC.new_zeros(shape)
+        self.k[rows[:, None], index_BT] = k_BTGC
+        self.v[rows[:, None], index_BT] = v_BTGC
+
+    def read(self, rows: Tensor, num_source_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first positions, [B, S, G, C] each."""
+        assert self.k is not None and self.v is not None, "a slot is read after its first write"
+        return self.k[rows, :num_source_tokens], self.v[rows, :num_source_tokens]
+
+    def num_bytes(self) -> int:
+        """Bytes held, the bin included."""
+        if self.k is None or self.v is None:
+            return 0
+        return self.k.nbytes + self.v.nbytes
+
+
+class CachedSlot:
+    """A buffer bound to this call's rows and positions."""
+
+    def __init__(
+        self, buffer: KVBuffer, *, rows: Tensor, index_BT: Tensor, num_source_tokens: int
+    ) -> None:
+        self.buffer = buffer
+        self.rows = rows
+        self.index_BT = index_BT
+        self.num_source_tokens = num_source_tokens
+
+    def attend(
+        self, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, *, mask: AttentionMask, scale: float
+    ) -> Tensor:
+        self.buffer.write(self.rows, self.index_BT, k_BTGC, v_BTGC)
+        k_BSGC, v_BSGC = self.buffer.read(self.rows, self.num_source_tokens)
+        return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
+
+
+def attention(
+    q_BTHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *, mask: AttentionMask, scale: float
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v with H / G query heads per key head.
+
+    Returns: y [B, T, H, C]; 0 where the mask leaves a query without keys.
+    """
+    if mask.impl == "explicit":
+        y_BTHC = _explicit_attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
+    else:
+        y_BTHC = F.scaled_dot_product_attention(
+            q_BTHC.transpose(1, 2),
+            k_BSGC.transpose(1, 2),
+            v_BSGC.transpose(1, 2),
+            attn_mask=mask.bias_BTS,
+            is_causal=mask.bias_BTS is None,
+            scale=scale,
+            enable_gqa=q_BTHC.shape[2] != k_BSGC.shape[2],
+        ).transpose(1, 2)
+    if mask.has_key_BT is None:
+        return y_BTHC
+    return y_BTHC * mask.has_key_BT[..., None, None].to(y_BTHC.dtype)
+
+
+def _explicit_attention(
+    q_BTHC: Tensor, k_BSGC: Tensor, v_BSGC: Tensor, *, mask: AttentionMask, scale: float
+) -> Tensor:
+    batch, num_tokens, num_heads, head_dim = q_BTHC.shape
+    num_groups = k_BSGC.shape[2]
+    per_group = num_heads // num_groups
+    # Query heads of one group are stacked along the token dimension, so that one batched matrix
+    # product per key head serves them all and keys are never copied per query head.
+    q = (q_BTHC * scale).view(batch, num_tokens, num_groups, per_group, head_dim)
+    q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_groups, per_group * num_tokens, head_dim)
+    scores = q @ k_BSGC.permute(0, 2, 3, 1)
+    if mask.bias_BTS is not None:
+        by_head = scores.view(batch, num_groups, per_group, num_tokens, -1)
+        scores = (by_head + mask.bias_BTS[:, :, None]).view(scores.shape)
+    y = scores.softmax(dim=-1).to(v_BSGC.dtype) @ v_BSGC.permute(0, 2, 1, 3)
+    y = y.view(batch, num_groups, per_group, num_tokens, head_dim).permute(0, 3, 1, 2, 4)
+    return y.reshape(batch, num_tokens, num_heads, head_dim)

@@ -1,0 +1,118 @@
+"""A model directory: config.json and model.safetensors, read strictly.
+
+Each unique tensor is stored once, whatever the loop count. Nothing is ever unpickled. Run
+checkpoints (optimizer, data position, manifest) belong to `train/run_dir.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from depthdial.config import ModelConfig
+from depthdial.model.looped_lm import LoopedLM
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save_model(model: LoopedLM, folder: str | Path) -> None:
+    """Write config.json and model.safetensors; each file replaces an old one in one step.
+
+    Equal weights give equal bytes.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    write_tensors(tensors, folder / WEIGHTS_FILE)
+    temporary = folder / (CONFIG_FILE + ".tmp")
+    temporary.write_text(model.config.to_json(), encoding="utf-8")
+    os.replace(temporary, folder / CONFIG_FILE)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file beside `path`, then rename.
+
+    Raises: OSError if the disk refuses; `path` is then what it was.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+    except (OSError, safetensors.SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path.name}: {error}") from error
+
+
+def load_model(folder: str | Path, *, device: str = "cpu") -> LoopedLM:
+    """Open a model directory.
+
+    Raises:
+        FileNotFoundError: the folder or one of its two files is missing.
+        ValueError: an unknown config key, a damaged file, or tensors that are missing, unknown or
+            of another shape; the message names them.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    tensors = read_tensors(folder / WEIGHTS_FILE)
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    _check_tensors(expected, tensors, folder)
+    model.load_state_dict(tensors, assign=True)
+    return model.to(device)
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """The config of a model directory."""
+    path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} is not a model directory: it has no {CONFIG_FILE}. Give the folder that "
+            "`depthdial train` or `save_model` wrote."
+        )
+    return ModelConfig.from_file(path)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file.
+
+    Raises: FileNotFoundError; ValueError if the file is truncated or damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path.name} in {path.parent}")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged or cut short ({error}). Use another checkpoint, or copy it again."
+        ) from error
+
+
+def _check_tensors(
+    expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], folder: Path
+) -> None:
+    problems = []
+    for name in sorted(set(tensors) - set(expected)):
+        close = difflib.get_close_matches(name, expected, n=1)
+        problems.append(f"unknown tensor '{name}'" + (f" (nearest: '{close[0]}')" if close else ""))
+    for name in sorted(set(expected) - set(tensors)):
+        problems.append(f"missing tensor '{name}'")
+    for name in sorted(set(expected) & set(tensors)):
+        if expected[name] != tuple(tensors[name].shape):
+            problems.append(
+                f"'{name}' has shape {tuple(tensors[name].shape)}, the config asks for "
+                f"{expected[name]}"
+            )
+    if problems:
+        shown = "; ".join(problems[:5])
+        raise ValueError(
+            f"{folder}: {len(problems)} tensors do not fit the config: {shown}. Config and weights "
+            "must come from the same model."
+        )
