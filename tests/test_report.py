@@ -482,8 +482,8 @@ def test_an_exploding_depth_outside_training_does_not_flatten_the_curve():
 
 
 def test_text_from_models_and_files_is_escaped():
-    hostile = '<script src="x">alert(1)</script> $\\frac{1}{0}$ & "quotes"'
-    section = full_section(name=hostile, what=hostile, settings={"key": hostile})
+    hostile = '<script src="x">alert(1)</script> $\\nonsense{$ & "quotes"'
+    section = full_section(name=hostile, what=hostile, unit=hostile, settings={"key": hostile})
     section["samples"][0]["outputs"][0]["text"] = hostile
     page = build_report(make_report(section))
     assert "<script" not in page and page.count("&lt;script") >= 4
