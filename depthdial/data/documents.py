@@ -1,0 +1,178 @@
+"""Documents from files: txt, jsonl, parquet and folders of them.
+
+Here live finding and reading. Splitting and tokenising are in `text.py`, named
+corpora in `corpora.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+
+class Document(NamedTuple):
+    """A piece of text that is split, packed and scored as one."""
+
+    name: str
+    """Unique in its collection; decides the split."""
+    text: str
+
+
+ReadDocuments = Callable[[], Iterable[Document]]
+"""Starts a new pass over the same documents in the same order."""
+
+
+class InputFiles(NamedTuple):
+    """Files found below the given paths."""
+
+    supported: list[tuple[str, Path]]
+    """(document name, path), sorted within each given path."""
+    unsupported: list[str]
+    """Names of files that were left out: another suffix, or hidden."""
+
+
+def find_files(paths: Sequence[str | Path]) -> InputFiles:
+    """All txt, jsonl and parquet files at or below `paths`.
+
+    A file in a folder is named by the folder's name and its path inside, so names
+    (and with them the split) do not depend on where the folder lies.
+    Raises: FileNotFoundError, or ValueError for a file of another type, two equal
+        names, or no file at all.
+    """
+    supported: dict[str, Path] = {}
+    unsupported: list[str] = []
+    for path in (Path(path) for path in paths):
+        if not path.exists():
+            raise FileNotFoundError(f"no file or folder at {path}")
+        if path.is_file() and path.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"{path} is not one of {', '.join(SUFFIXES)}. Convert it first.")
+        for name, file in _files_below(path):
+            hidden = any(part.startswith(".") for part in Path(name).parts[1:])
+            if file.suffix.lower() not in SUFFIXES or hidden:
+                unsupported.append(name)
+            elif name in supported:
+                raise ValueError(
+                    f"{supported[name]} and {file} are both named '{name}'. Give each file once; "
+                    "rename one of the two, or give a folder that holds both."
+                )
+            else:
+                supported[name] = file
+    if not supported:
+        raise ValueError(
+            f"no {', '.join(SUFFIXES)} file in {', '.join(map(str, paths)) or 'an empty list'} "
+            f"({len(unsupported)} files of other types)."
+        )
+    return InputFiles(list(supported.items()), unsupported)
+
+
+def read_documents(
+    files: Iterable[tuple[str, Path]], *, text_field: str = "text"
+) -> Iterator[Document]:
+    """Documents of the given (name, path) files, in order; rows are named `file:number`.
+
+    Raises: ValueError naming file and line for text that is not UTF-8, not JSON, or
+        lacks `text_field`.
+    """
+    for name, path in files:
+        suffix = path.suffix.lower()
+        if suffix == ".txt":
+            yield Document(name, _decode(path.read_bytes(), str(path)))
+        elif suffix == ".jsonl":
+            yield from _read_jsonl(name, path, text_field)
+        else:
+            yield from _read_parquet(name, path, text_field)
+
+
+def is_empty(document: Document) -> bool:
+    """No text, or white space only."""
+    return not document.text or document.text.isspace()
+
+
+def _files_below(path: Path) -> list[tuple[str, Path]]:
+    if path.is_file():
+        return [(path.name, path)]
+    root = path.resolve()
+    found = [file for file in path.rglob("*") if file.is_file()]
+    named = [(f"{root.name}/{file.relative_to(path).as_posix()}", file) for file in found]
+    return sorted(named)
+
+
+def _read_jsonl(name: str, path: Path, text_field: str) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path} line {number}"
+            text = _decode(line, where)
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where} is not valid JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} must be a JSON object, got {type(row).__name__}.")
+            if text_field not in row:
+                raise ValueError(_no_field(where, text_field, list(row)))
+            yield Document(f"{name}:{number}", _text_of(row[text_field], where, text_field))
+
+
+def _read_parquet(name: str, path: Path, text_field: str) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            f"reading {path} needs pyarrow: pip install 'depthdial[train]', or give jsonl."
+        ) from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from None
+    with file:
+        if text_field not in file.schema_arrow.names:
+            raise ValueError(_no_field(str(path), text_field, file.schema_arrow.names))
+        number = 0
+        for batch in file.iter_batches(columns=[text_field], batch_size=1024):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                text = _text_of(value, f"{path} row {number}", text_field)
+                yield Document(f"{name}:{number}", text)
+
+
+def _text_of(value: object, where: str, text_field: str) -> str:
+    """The text of one row; null is an empty document, counted later."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{where}: field '{text_field}' must be text, got {type(value).__name__}. "
+            "Choose another field with `text_field`."
+        )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON escapes can spell half of a surrogate pair, which no UTF-8 text contains.
+        raise ValueError(
+            f"{where}: field '{text_field}' has half a surrogate pair at character "
+            f"{error.start}. Repair the text."
+        ) from None
+    return value
+
+
+def _no_field(where: str, text_field: str, known: Sequence[str]) -> str:
+    return (
+        f"{where} has no field '{text_field}'; it has {', '.join(known) or 'none'}. "
+        "Choose one with `text_field`."
+    )
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text (byte {raw[error.start]:#x} at {error.start}). Convert it."
+        ) from None

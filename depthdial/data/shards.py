@@ -1,0 +1,282 @@
+"""Prepared token folders: how they are written, and how one split is opened.
+
+A folder holds tokenizer.json, meta.json (written last) and per split `S`:
+`S.bin` (all documents end to end, each closed by the end-of-text token),
+`S.index.npy` ([documents, 2] int64: tokens, UTF-8 bytes) and `S.names.json`.
+Reading text is in `text.py`, cutting rows for training in `packing.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FORMAT = "depthdial-shards"
+FORMAT_VERSION = 1
+SPLITS = ("train", "valid")
+META_FILE = "meta.json"
+
+
+class TokenDocument(NamedTuple):
+    """One tokenised document."""
+
+    name: str
+    tokens_T: np.ndarray
+    """Token ids, the last one end-of-text; a read-only view of the file."""
+    num_bytes: int
+    """UTF-8 bytes of the text, for bits per byte."""
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """One split of a prepared folder, memory-mapped."""
+
+    directory: Path
+    split: str
+    tokens: np.ndarray
+    """All token ids of the split, read-only."""
+    lengths: np.ndarray
+    """Tokens of each document, with its end-of-text token."""
+    num_bytes: np.ndarray
+    """UTF-8 bytes of each document's text."""
+    names: list[str]
+    """Document names."""
+    vocab_size: int
+    eos_id: int
+    meta: dict[str, Any]
+    """Content of meta.json."""
+
+    @classmethod
+    def open(cls, directory: str | Path, split: str) -> TokenShards:
+        """Map one split after checking every file against meta.json.
+
+        Args:
+            directory: folder written by `prepare`.
+            split: "train" or "valid".
+
+        Raises: FileNotFoundError if the folder or a file is missing; ValueError if
+            the folder is incomplete, truncated, of another version, or has no
+            document in this split.
+        """
+        directory = Path(directory)
+        if split not in SPLITS:
+            raise ValueError(f"split '{split}' is unknown; choose one of {', '.join(SPLITS)}.")
+        meta = read_meta(directory)
+        counts = meta["splits"][split]
+        if counts["documents"] == 0:
+            raise ValueError(
+                f"{directory} has no document in split '{split}'. Prepare it again with more "
+                "documents or another valid_frac."
+            )
+        dtype = np.dtype(meta["dtype"])
+        bin_path = directory / f"{split}.bin"
+        _check_size(bin_path, counts["tokens"] * dtype.itemsize)
+        index = _read_index(directory / f"{split}.index.npy", counts)
+        names = json.loads(_existing(directory / f"{split}.names.json").read_text("utf-8"))
+        if len(names) != counts["documents"]:
+            raise ValueError(
+                f"{directory}: {split}.names.json has {len(names)} names, {META_FILE} promises "
+                f"{counts['documents']}. Prepare the folder again."
+            )
+        return cls(
+            directory=directory,
+            split=split,
+            tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
+            lengths=index[:, 0],
+            num_bytes=index[:, 1],
+            names=names,
+            vocab_size=meta["vocab_size"],
+            eos_id=meta["eos_id"],
+            meta=meta,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split, end-of-text tokens included."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of the split."""
+        return len(self.names)
+
+    def documents(self) -> Iterator[TokenDocument]:
+        """Documents in file order."""
+        start = 0
+        for name, length, num_bytes in zip(self.names, self.lengths, self.num_bytes, strict=True):
+            yield TokenDocument(name, self.tokens[start : start + length], int(num_bytes))
+            start += int(length)
+
+
+class SplitWriter:
+    """Appends documents of one split to its files."""
+
+    def __init__(self, directory: Path, split: str, *, vocab_size: int, eos_id: int) -> None:
+        self._directory, self._split = directory, split
+        self._vocab_size, self._eos_id = vocab_size, eos_id
+        self._dtype = token_dtype(vocab_size)
+        self._file = (directory / f"{split}.bin").open("wb")
+        self._index: list[tuple[int, int]] = []
+        self._names: list[str] = []
+
+    def add(self, name: str, ids: list[int], *, num_bytes: int) -> None:
+        """Write one document and its end-of-text token; `ids` must not be empty."""
+        assert ids, f"document '{name}' has no token"
+        tokens_T = np.array([*ids, self._eos_id], dtype=np.int64)
+        assert tokens_T.max() < self._vocab_size, "token id outside the vocabulary"
+        self._file.write(tokens_T.astype(self._dtype).tobytes())
+        self._index.append((len(tokens_T), num_bytes))
+        self._names.append(name)
+
+    def finish(self) -> dict[str, int]:
+        """Write the index and names, flush all to disk; returns the counts for meta.json."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.close()
+        index = np.array(self._index, dtype=np.int64).reshape(-1, 2)
+        with (self._directory / f"{self._split}.index.npy").open("wb") as file:
+            np.save(file, index)
+            file.flush()
+            os.fsync(file.fileno())
+        names = json.dumps(self._names)
+        write_synced(self._directory / f"{self._split}.names.json", names)
+        tokens, num_bytes = (int(total) for total in index.sum(axis=0))
+        return {"documents": len(index), "tokens": tokens, "bytes": num_bytes}
+
+    def close(self) -> None:
+        """Close the token file; harmless when closed already."""
+        self._file.close()
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Smallest unsigned type of the two used that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def read_meta(directory: str | Path) -> dict[str, Any]:
+    """Content of meta.json.
+
+    Raises: FileNotFoundError if there is no folder; ValueError if it was not
+    written to its end or is not ours.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no prepared folder at {directory}; write one with `prepare`")
+    path = directory / META_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} has no {META_FILE}: it is not a prepared folder, or writing it was "
+            "interrupted. Prepare it again."
+        )
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}). Prepare the folder again.") from None
+    found = (meta.get("format"), meta.get("format_version")) if isinstance(meta, dict) else None
+    if found != (FORMAT, FORMAT_VERSION):
+        raise ValueError(
+            f"{path} describes {found}, this version reads {(FORMAT, FORMAT_VERSION)}. "
+            "Prepare the folder again."
+        )
+    return meta
+
+
+def check_destination(dst: Path, *, overwrite: bool) -> None:
+    """Refuse to replace what is there, unless it is a prepared folder and `overwrite` is set.
+
+    Raises: ValueError.
+    """
+    if not dst.exists() or (dst.is_dir() and not any(dst.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{dst} exists. Choose another folder or pass overwrite=True.")
+    if not (dst / META_FILE).is_file():
+        raise ValueError(
+            f"{dst} exists and is not a prepared folder (no {META_FILE}), so overwrite=True does "
+            "not replace it. Remove it yourself or choose another folder."
+        )
+
+
+@contextmanager
+def new_folder(dst: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder beside `dst` that takes its name when the block ends well.
+
+    On any error the temporary folder is removed and `dst` stays as it was.
+    Raises: ValueError if `dst` may not be replaced, at the start or at the end.
+    """
+    check_destination(dst, overwrite=overwrite)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", suffix=".partial", dir=dst.parent))
+    try:
+        # mkdtemp makes folders private; a prepared folder has the usual rights of its parent.
+        temporary.chmod(0o755)
+        yield temporary
+        check_destination(dst, overwrite=overwrite)
+        _move_into_place(temporary, dst)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write text and wait until it is on disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _move_into_place(temporary: Path, dst: Path) -> None:
+    """Rename, keeping an old folder until the new one stands."""
+    old = temporary.with_suffix(".old")
+    replaced = dst.exists()
+    if replaced:
+        dst.rename(old)
+    try:
+        temporary.rename(dst)
+    except OSError:
+        if replaced:
+            old.rename(dst)
+        raise
+    if replaced:
+        shutil.rmtree(old)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing. Prepare the folder again.")
+    return path
+
+
+def _check_size(path: Path, expected_bytes: int) -> None:
+    size = _existing(path).stat().st_size
+    if size != expected_bytes:
+        state = "truncated" if size < expected_bytes else "too long"
+        raise ValueError(
+            f"{path} is {state}: it has {size} bytes, {META_FILE} promises {expected_bytes}. "
+            "Prepare the folder again."
+        )
+
+
+def _read_index(path: Path, counts: dict[str, int]) -> np.ndarray:
+    """Index array [documents, 2], checked against the counts of meta.json."""
+    try:
+        index = np.load(_existing(path), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error}). Prepare the folder again.") from None
+    shape = (counts["documents"], 2)
+    if index.shape != shape or tuple(index.sum(axis=0)) != (counts["tokens"], counts["bytes"]):
+        raise ValueError(
+            f"{path} disagrees with {META_FILE}: shape {index.shape} and sums "
+            f"{index.sum(axis=0).tolist()}, expected {shape} and "
+            f"{[counts['tokens'], counts['bytes']]}. Prepare the folder again."
+        )
+    return index

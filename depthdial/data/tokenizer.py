@@ -1,0 +1,180 @@
+"""Text to token ids and back: a thin wrapper over `tokenizers`, and byte-level BPE training.
+
+Here live loading, saving and training of tokenizers. Documents and files of
+text are in `text.py`; chat templates are not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+MIN_BPE_VOCAB = 257
+"""256 bytes and the end-of-text token: the smallest vocabulary that can spell any text."""
+
+
+class Tokenizer:
+    """One tokenizer.json with the name of its end-of-text token.
+
+    `encode` reads text literally: a special token spelled out in a document does
+    not become that token, so no document can forge the end of another.
+    """
+
+    def __init__(self, backend: Backend, *, eos_token: str | None = END_OF_TEXT) -> None:
+        """Take over `backend` (its truncation and padding are switched off).
+
+        Raises: ValueError if `eos_token` is given and not in the vocabulary.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self._config: dict[str, Any] = {}
+        self.eos_token = eos_token
+        # Some published vocabularies have gaps, so the largest id decides, not the count.
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_id: int | None = None
+        if eos_token is not None:
+            self.eos_id = self.token_id(eos_token)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Tokenizer:
+        """Read a tokenizer.json; without `<|endoftext|>` in it, `eos_id` is None.
+
+        Raises: FileNotFoundError, or ValueError if the file is not a tokenizer.
+        """
+        backend = _read_backend(Path(path))
+        known = backend.token_to_id(END_OF_TEXT) is not None
+        return cls(backend, eos_token=END_OF_TEXT if known else None)
+
+    @classmethod
+    def from_dir(cls, directory: str | Path) -> Tokenizer:
+        """Read tokenizer.json and, if present, the `eos_token` of tokenizer_config.json.
+
+        Raises: FileNotFoundError, or ValueError if a file is damaged or names an
+        end-of-text token that the vocabulary lacks.
+        """
+        directory = Path(directory)
+        config_path = directory / TOKENIZER_CONFIG_FILE
+        if not config_path.is_file():
+            return cls.from_file(directory / TOKENIZER_FILE)
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{config_path} is not valid JSON: {error}") from None
+        eos_token = config.get("eos_token")
+        if isinstance(eos_token, dict):
+            eos_token = eos_token["content"]
+        tokenizer = cls(_read_backend(directory / TOKENIZER_FILE), eos_token=eos_token)
+        tokenizer._config = config
+        return tokenizer
+
+    def save(self, directory: str | Path) -> None:
+        """Write tokenizer.json and a tokenizer_config.json that AutoTokenizer can load.
+
+        Keys of a tokenizer_config.json this tokenizer was loaded with are kept.
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config}
+        config.setdefault("clean_up_tokenization_spaces", False)
+        if self.eos_token is not None:
+            config.setdefault("eos_token", self.eos_token)
+        (directory / TOKENIZER_FILE).write_text(self.to_json(), encoding="utf-8")
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (directory / TOKENIZER_CONFIG_FILE).write_text(text, encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json."""
+        return self._backend.to_str(pretty=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; adds nothing before or after.
+
+        Raises: ValueError if the vocabulary cannot spell the text.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, in order; see `encode`."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        # `tokenizers` has one error type for everything, and it is Exception itself.
+        except Exception as error:
+            shown = [text[:60] for text in texts[:3]]
+            raise ValueError(
+                f"this tokenizer of {self.vocab_size} tokens cannot encode {shown}: {error}. "
+                "Use only words of its vocabulary and valid Unicode."
+            ) from error
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out.
+
+        Raises: ValueError for an id outside the vocabulary.
+        """
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token id {token} is outside the {self.vocab_size} known ids.")
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int:
+        """Id of one token by its exact spelling. Raises ValueError if there is none."""
+        token_id = self._backend.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"token '{token}' is not among the {self.vocab_size} known tokens.")
+        return token_id
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, allow_fewer: bool = False) -> Tokenizer:
+    """Train byte-level BPE; equal texts give an equal tokenizer.
+
+    Args:
+        texts: training text, read once.
+        vocab_size: number of tokens with the 256 bytes and `<|endoftext|>` (id 0); >= 257.
+        allow_fewer: accept a smaller vocabulary when the text has too few pairs to merge.
+
+    Raises: ValueError for vocab_size < 257, or if the text supports fewer tokens
+        than asked and `allow_fewer` is false.
+    """
+    if vocab_size < MIN_BPE_VOCAB:
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small: byte-level BPE needs at least "
+            f"{MIN_BPE_VOCAB} tokens (256 bytes and '{END_OF_TEXT}')."
+        )
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = Tokenizer(backend)
+    if tokenizer.vocab_size < vocab_size and not allow_fewer:
+        raise ValueError(
+            f"vocab_size={vocab_size} was asked for, but the text supports only "
+            f"{tokenizer.vocab_size} tokens. Give more text or ask for at most that many."
+        )
+    return tokenizer
+
+
+def _read_backend(path: Path) -> Backend:
+    """The `tokenizers` object in a tokenizer.json."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no tokenizer at {path}; expected a {TOKENIZER_FILE}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        return Backend.from_str(text)
+    except Exception as error:
+        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from None

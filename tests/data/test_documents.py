@@ -1,0 +1,145 @@
+"""Reading documents: formats, names, and errors that name the place."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from depthdial.data.documents import Document, find_files, read_documents
+
+
+def read(*paths, **options):
+    return list(read_documents(find_files(paths).supported, **options))
+
+
+def test_txt_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo é", encoding="utf-8")
+    assert read(tmp_path / "a.txt") == [Document("a.txt", "one\n\ntwo é")]
+
+
+def test_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert read(tmp_path / "a.txt")[0].text == "hello"
+
+
+def test_jsonl_row_is_one_document_named_by_its_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n\n{"text": "two\\u2028x"}\n')
+    assert read(path) == [Document("a.jsonl:1", "one"), Document("a.jsonl:3", "two\u2028x")]
+
+
+def test_jsonl_field_can_be_chosen(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n')
+    assert read(tmp_path / "a.jsonl", text_field="body")[0].text == "yes"
+
+
+def test_null_text_is_an_empty_document(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n')
+    assert read(tmp_path / "a.jsonl") == [Document("a.jsonl:1", "")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"body": "x", "id": 1}', "line 2 has no field 'text'; it has body, id"),
+        ('{"text": 5}', "line 2: field 'text' must be text, got int"),
+        ('{"text": "x"', "line 2 is not valid JSON"),
+        ('["x"]', "line 2 must be a JSON object, got list"),
+        ('{"text": "\\ud800"}', "line 2: field 'text' has half a surrogate pair at character 0"),
+    ],
+)
+def test_bad_jsonl_line_is_named(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"a.jsonl {message}"):
+        read(path)
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match="a.txt is not UTF-8 text .byte 0xff at 2"):
+        read(tmp_path / "a.txt")
+
+
+def write_parquet(path, columns):
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'depthdial[train]'")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_parquet_row_is_one_document_named_by_its_row(tmp_path):
+    write_parquet(tmp_path / "a.parquet", {"id": [1, 2], "text": ["one", "two"]})
+    expected = [Document("a.parquet:1", "one"), Document("a.parquet:2", "two")]
+    assert read(tmp_path / "a.parquet") == expected
+
+
+def test_parquet_without_the_column_lists_its_columns(tmp_path):
+    write_parquet(tmp_path / "a.parquet", {"id": [1], "body": ["x"]})
+    with pytest.raises(ValueError, match="no field 'text'; it has id, body"):
+        read(tmp_path / "a.parquet")
+
+
+def test_parquet_column_of_numbers_is_refused_with_its_row(tmp_path):
+    write_parquet(tmp_path / "a.parquet", {"text": [3]})
+    with pytest.raises(ValueError, match="a.parquet row 1: field 'text' must be text, got int"):
+        read(tmp_path / "a.parquet")
+
+
+def test_damaged_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow", reason="pip install 'depthdial[train]'")
+    (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(ValueError, match="a.parquet is not a parquet file"):
+        read(tmp_path / "a.parquet")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"needs pyarrow: pip install 'depthdial\[train\]'"):
+        read(tmp_path / "a.parquet")
+
+
+def test_folder_is_read_recursively_in_sorted_order_with_names_inside_it(tmp_path):
+    folder = tmp_path / "books"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("b.txt", "a.txt", "sub/c.TXT"):
+        (folder / name).write_text("x")
+    names = [document.name for document in read(folder)]
+    assert names == ["books/a.txt", "books/b.txt", "books/sub/c.TXT"]
+
+
+def test_unsupported_and_hidden_files_of_a_folder_are_listed(tmp_path):
+    folder = tmp_path / "books"
+    (folder / ".git").mkdir(parents=True)
+    for name in ("a.txt", "b.pdf", ".git/c.txt"):
+        (folder / name).write_text("x")
+    files = find_files([folder])
+    assert [name for name, _ in files.supported] == ["books/a.txt"]
+    assert files.unsupported == ["books/.git/c.txt", "books/b.pdf"]
+
+
+def test_single_file_of_another_type_is_refused(tmp_path):
+    (tmp_path / "a.pdf").write_text("x")
+    with pytest.raises(ValueError, match="a.pdf is not one of .txt, .jsonl, .parquet"):
+        find_files([tmp_path / "a.pdf"])
+
+
+def test_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file or folder at .*absent"):
+        find_files([tmp_path / "absent"])
+
+
+def test_folder_without_any_readable_file_is_refused(tmp_path):
+    (tmp_path / "a.pdf").write_text("x")
+    with pytest.raises(ValueError, match="no .txt, .jsonl, .parquet file in .*1 files of other"):
+        find_files([tmp_path])
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(folder)
+    with pytest.raises(ValueError, match="both named 'a.txt'"):
+        find_files([tmp_path / "x" / "a.txt", tmp_path / "y" / "a.txt"])

@@ -1,0 +1,237 @@
+"""prepare: splits, counts, atomic writing; fault B23."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthdial.data.packing import IGNORE, PackedText
+from depthdial.data.shards import SPLITS, SplitWriter, TokenShards
+from depthdial.data.text import prepare, split_by_hash
+from depthdial.data.tokenizer import Tokenizer, train_bpe
+
+
+@pytest.fixture
+def books(tmp_path):
+    """Twenty small text files."""
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02d}.txt").write_text(f"This is book {i}, naïve. " * (i + 1))
+    return folder
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_every_document_comes_back_with_name_text_and_byte_count(books, tmp_path):
+    prepare([books], tmp_path / "out")
+    tokenizer = Tokenizer.from_dir(tmp_path / "out")
+    found = {}
+    for split in SPLITS:
+        for document in TokenShards.open(tmp_path / "out", split).documents():
+            assert document.tokens_T[-1] == tokenizer.eos_id
+            text = tokenizer.decode(document.tokens_T[:-1].tolist())
+            assert document.num_bytes == len(text.encode())
+            found[document.name] = text
+    assert found == {f"books/{path.name}": path.read_text() for path in books.iterdir()}
+
+
+def test_report_agrees_with_the_folder(books, tmp_path):
+    report = prepare([books], tmp_path / "out")
+    for split in SPLITS:
+        shards = TokenShards.open(tmp_path / "out", split)
+        assert report.documents[split] == shards.num_documents
+        assert report.tokens[split] == shards.num_tokens
+        assert report.num_bytes[split] == shards.num_bytes.sum()
+    assert report.vocab_size == shards.vocab_size
+
+
+def test_preparing_twice_gives_equal_files(books, tmp_path):
+    for name in ("one", "two"):
+        prepare([books], tmp_path / name, vocab_size=270)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_tokenizer_is_not_trained_on_the_validation_split(books, tmp_path):
+    names = [f"books/{path.name}" for path in books.iterdir()]
+    for name in split_by_hash(names, valid_frac=0.05):
+        (tmp_path / name).write_text("qzqzqz " * 500)
+    prepare([books], tmp_path / "out")
+    with pytest.raises(ValueError):
+        Tokenizer.from_dir(tmp_path / "out").token_id("qz")
+
+
+def test_given_tokenizer_is_used_and_kept(books, tmp_path, byte_tokenizer):
+    prepare([books], tmp_path / "out", tokenizer=byte_tokenizer)
+    shards = TokenShards.open(tmp_path / "out", "train")
+    assert shards.vocab_size == 257
+    assert (shards.lengths == shards.num_bytes + 1).all()
+
+
+def test_large_vocabulary_is_stored_in_four_bytes(tmp_path, books, byte_tokenizer):
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(byte_tokenizer.to_json())
+    backend.add_tokens([f"<extra {i}>" for i in range(70_000)])
+    prepare([books], tmp_path / "out", tokenizer=Tokenizer(backend))
+    shards = TokenShards.open(tmp_path / "out", "train")
+    assert (shards.tokens.dtype.itemsize, shards.vocab_size) == (4, 70_257)
+
+
+def test_tokenizer_and_vocab_size_together_are_refused(books, tmp_path, byte_tokenizer):
+    with pytest.raises(ValueError, match="not both"):
+        prepare([books], tmp_path / "out", tokenizer=byte_tokenizer, vocab_size=300)
+
+
+@given(count=st.integers(2, 60), frac=st.floats(0.001, 0.999), offset=st.integers(0, 10**6))
+def test_split_has_a_document_on_each_side_from_two_on(count, frac, offset):
+    names = [f"document {offset + i}" for i in range(count)]
+    assert 0 < len(split_by_hash(names, valid_frac=frac)) < count
+
+
+def test_split_of_a_name_does_not_depend_on_the_other_names():
+    names = [f"document {i}" for i in range(1000)]
+    everything = split_by_hash(names, valid_frac=0.3)
+    assert 250 < len(everything) < 350
+    assert split_by_hash(names[:500], valid_frac=0.3) == everything & set(names[:500])
+
+
+def test_no_validation_split_on_request(books, tmp_path):
+    report = prepare([books], tmp_path / "out", valid_frac=0.0)
+    assert report.documents == {"train": 20, "valid": 0}
+    assert "cannot validate" in str(report)
+    with pytest.raises(ValueError, match="no document in split 'valid'"):
+        TokenShards.open(tmp_path / "out", "valid")
+
+
+def test_single_document_is_cut_at_a_line_end_near_its_end(tmp_path, byte_tokenizer):
+    text = "".join(f"line number {i:04d}\n" for i in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=byte_tokenizer, valid_frac=0.1)
+    parts = {split: next(TokenShards.open(tmp_path / "out", split).documents()) for split in SPLITS}
+    decoded = [byte_tokenizer.decode(parts[split].tokens_T.tolist()) for split in SPLITS]
+    assert "".join(decoded) == text
+    assert decoded[0].endswith("\n")
+    assert 0.09 < len(decoded[1]) / len(text) < 0.11
+    assert [parts[split].name for split in SPLITS] == ["a.txt#train", "a.txt#valid"]
+
+
+def test_single_document_too_short_to_cut_goes_to_training(tmp_path, byte_tokenizer):
+    (tmp_path / "a.txt").write_text("x")
+    report = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=byte_tokenizer)
+    assert report.documents == {"train": 1, "valid": 0}
+
+
+@pytest.mark.parametrize("valid_frac", [-0.1, 1.0])
+def test_impossible_valid_frac_is_refused(books, tmp_path, valid_frac):
+    with pytest.raises(ValueError, match=f"valid_frac={valid_frac} must be"):
+        prepare([books], tmp_path / "out", valid_frac=valid_frac)
+
+
+@pytest.fixture
+def gaps(tmp_path):
+    """An empty, a blank, a null and a one-token document among ordinary ones."""
+    path = tmp_path / "gaps.jsonl"
+    texts = ['"ordinary text"', '""', '" \\n"', "null", '"x"', '"y"', '"more text"']
+    path.write_text("".join(f'{{"text": {text}}}\n' for text in texts))
+    return path
+
+
+def test_b23_empty_and_one_token_documents_are_counted_and_reported(gaps, tmp_path, byte_tokenizer):
+    report = prepare([gaps], tmp_path / "out", tokenizer=byte_tokenizer)
+    assert (report.empty_documents, report.one_token_documents) == (3, 2)
+    assert sum(report.documents.values()) == 4
+    assert "skipped 3 empty documents" in str(report)
+    assert "2 documents have a single token" in str(report)
+
+
+def test_b23_no_packed_document_is_of_length_zero(gaps, tmp_path, byte_tokenizer):
+    """A zero-length segment crashed attention; a one-token document still has one target."""
+    prepare([gaps], tmp_path / "out", tokenizer=byte_tokenizer, valid_frac=0.0)
+    shards = TokenShards.open(tmp_path / "out", "train")
+    assert shards.lengths.min() == 2
+    batch = PackedText(shards, context=4, seed=0).rows(0, 30)
+    same_BT = batch.document_ids_BT[:, 1:] == batch.document_ids_BT[:, :-1]
+    scored_BT = batch.targets_BT != IGNORE
+    assert (scored_BT[:, :-1] == same_BT).all()
+
+
+def test_b23_only_empty_documents_is_a_clear_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
+    with pytest.raises(ValueError, match="nothing to prepare: all 2 documents are empty"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unsupported_files_are_reported(books, tmp_path):
+    (books / "cover.png").write_bytes(b"x")
+    report = prepare([books], tmp_path / "out")
+    assert report.unsupported_files == ("books/cover.png",)
+    assert "skipped 1 files that are not .txt, .jsonl, .parquet: books/cover.png" in str(report)
+
+
+def test_existing_folder_is_refused_and_untouched(books, tmp_path):
+    prepare([books], tmp_path / "out", vocab_size=270)
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match="out exists.*overwrite=True"):
+        prepare([books], tmp_path / "out", vocab_size=280)
+    assert contents(tmp_path / "out") == before
+
+
+def test_overwrite_replaces_a_prepared_folder_and_leaves_nothing_behind(books, tmp_path):
+    prepare([books], tmp_path / "out", vocab_size=270)
+    prepare([books], tmp_path / "out", vocab_size=280, overwrite=True)
+    assert TokenShards.open(tmp_path / "out", "train").vocab_size == 280
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["books", "out"]
+
+
+def test_overwrite_does_not_replace_a_folder_of_something_else(books, tmp_path):
+    with pytest.raises(ValueError, match="books exists and is not a prepared folder"):
+        prepare([books], books, overwrite=True)
+    assert len(list(books.iterdir())) == 20
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_full_disk_loses_nothing_and_leaves_no_half_folder(books, tmp_path, monkeypatch, overwrite):
+    if overwrite:
+        prepare([books], tmp_path / "out", vocab_size=270)
+    before = contents(tmp_path / "out") if overwrite else None
+    calls = []
+
+    def add_then_fail(self, name, ids, *, num_bytes):
+        calls.append(name)
+        if len(calls) > 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SplitWriter, "add", add_then_fail)
+    with pytest.raises(OSError, match="No space left"):
+        prepare([books], tmp_path / "out", vocab_size=280, overwrite=overwrite)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == (["books", "out"] if overwrite else ["books"])
+    if overwrite:
+        assert contents(tmp_path / "out") == before
+
+
+def test_vocabulary_beyond_the_text_is_refused(tmp_path, books):
+    with pytest.raises(ValueError, match="supports only"):
+        prepare([books], tmp_path / "out", vocab_size=5000)
+
+
+def test_tokenizer_without_end_of_text_is_refused(books, tmp_path):
+    from depthdial.data.synthetic import pointer_tokenizer
+
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        prepare([books], tmp_path / "out", tokenizer=pointer_tokenizer())
+
+
+def test_saved_tokenizer_equals_training_on_the_train_split(books, tmp_path):
+    prepare([books], tmp_path / "out", vocab_size=270)
+    names = [f"books/{path.name}" for path in sorted(books.iterdir())]
+    valid = split_by_hash(names, valid_frac=0.05)
+    texts = [(tmp_path / name).read_text() for name in names if name not in valid]
+    assert Tokenizer.from_dir(tmp_path / "out").to_json() == train_bpe(texts, 270).to_json()

@@ -1,0 +1,134 @@
+"""Tokenizer: round trips, files, training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthdial.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+
+TEXTS = ["the cat sat on the mat", "the dog and the cat", "naïve café, 東京 \U0001f600"] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(TEXTS, 280)
+
+
+@given(text=st.text())
+def test_any_unicode_text_survives_encode_and_decode(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_merges_frequent_pairs(tokenizer):
+    assert len(tokenizer.encode("the cat")) < len(b"the cat")
+
+
+def test_training_reaches_the_asked_size_and_puts_end_of_text_first(tokenizer):
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (280, 0)
+
+
+def test_training_twice_gives_the_same_file(tokenizer):
+    assert train_bpe(iter(TEXTS), 280).to_json() == tokenizer.to_json()
+
+
+def test_encode_batch_equals_encoding_one_by_one(tokenizer):
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_end_of_text_spelled_in_a_document_is_not_the_special_token(tokenizer):
+    ids = tokenizer.encode(f"a{END_OF_TEXT}b")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_decode_leaves_the_end_of_text_token_out(tokenizer):
+    assert tokenizer.decode([*tokenizer.encode("the cat"), tokenizer.eos_id]) == "the cat"
+
+
+def test_decode_refuses_an_id_outside_the_vocabulary(tokenizer):
+    with pytest.raises(ValueError, match="token id 280 is outside the 280 known ids"):
+        tokenizer.decode([280])
+
+
+@pytest.mark.parametrize("vocab_size", [0, 256])
+def test_training_refuses_a_vocabulary_that_cannot_hold_all_bytes(vocab_size):
+    with pytest.raises(ValueError, match=f"vocab_size={vocab_size} is too small.*at least 257"):
+        train_bpe(TEXTS, vocab_size)
+
+
+def test_training_refuses_more_tokens_than_the_text_supports():
+    with pytest.raises(ValueError, match="supports only 25[0-9] tokens"):
+        train_bpe(["ab"], 500)
+
+
+def test_training_may_be_told_to_accept_fewer_tokens():
+    assert 257 <= train_bpe(["ab"], 500, allow_fewer=True).vocab_size < 500
+
+
+def test_saved_tokenizer_loads_equal(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    loaded = Tokenizer.from_dir(tmp_path)
+    assert (loaded.eos_id, loaded.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
+    assert loaded.encode(TEXTS[2]) == tokenizer.encode(TEXTS[2])
+
+
+def test_saved_tokenizer_loads_in_transformers(tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == tokenizer.eos_id
+    assert theirs(TEXTS[2])["input_ids"] == tokenizer.encode(TEXTS[2])
+
+
+def test_saving_keeps_foreign_keys_of_the_tokenizer_config(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": "{{ messages }}"}
+    path.write_text(json.dumps(config))
+    Tokenizer.from_dir(tmp_path).save(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert again == config
+
+
+def test_end_of_text_token_is_read_from_the_tokenizer_config(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "a"}}')
+    assert Tokenizer.from_dir(tmp_path).eos_id == tokenizer.token_id("a")
+
+
+def test_end_of_text_token_missing_from_the_vocabulary_is_refused(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    with pytest.raises(ValueError, match="'<stop>' is not among the 280 known tokens"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_truncation_stored_in_a_tokenizer_file_is_not_applied(tokenizer, tmp_path):
+    """A published file often carries a length limit; documents would be cut silently."""
+    tokenizer.save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    path.write_text(json.dumps(content))
+    assert Tokenizer.from_file(path).encode(TEXTS[2]) == tokenizer.encode(TEXTS[2])
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer at .*tokenizer.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_damaged_file_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model": 3')
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
+        Tokenizer.from_dir(tmp_path)
