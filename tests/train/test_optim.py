@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from depthdial.config import OptimConfig
+from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, OptimConfig
+from depthdial.model.looped_lm import LoopedLM
 from depthdial.train.optim import Optimizers, group_parameters, lr_scale_at, parameter_group
 
 D_MODEL, VOCAB, RANK = 8, 16, 4
@@ -375,6 +376,36 @@ def test_grafted_parameters_join_with_fresh_moments_and_old_moments_stay():
     steps = optimizers.state_tensors()
     assert float(steps["adamw.embedding.weight.step"]) == 4.0
     assert float(steps["adamw.modulation.up.step"]) == 1.0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("update", ["replace", "residual", "delta", "adaptive_delta"])
+def test_b33_real_model_is_grouped_completely_before_and_after_its_graft(update, tied):
+    config = ModelConfig(
+        vocab_size=32, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
+        d_ff=24, max_context=16, qk_norm=True, tie_embeddings=tied, max_loops=3,
+        loop=LoopConfig(update=update),
+    )  # fmt: skip
+    model = LoopedLM(config)
+    optimizers = Optimizers(model, MUON)
+    assert len(optimizers.group_names()["matrices"]) == 3 * (4 + 3)
+    model.graft_modulation(ModulationConfig(d_cond=8, rank=4, embed_dim=4))
+    added = optimizers.add_module_parameters(model)
+    assert len(added) > 10 and all(name.startswith("modulation.") for name in added)
+    names = [name for group in optimizers.group_names().values() for name in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_group_that_appears_with_a_graft_starts_at_the_present_learning_rate():
+    model = nn.Module()
+    model.embedding = nn.Embedding(VOCAB, D_MODEL)
+    optimizers = Optimizers(model, MUON)
+    optimizers.set_lr_scale(0.25)
+    model.final_norm = Norm(D_MODEL)
+    optimizers.add_module_parameters(model)
+    assert optimizers.learning_rates() == {"decayed": 0.25 * 3e-3, "undecayed": 0.25 * 3e-3}
+    optimizers.set_lr_scale(1.0)
+    assert optimizers.learning_rates() == {"decayed": 3e-3, "undecayed": 3e-3}
 
 
 def test_resume_after_a_graft_continues_bit_for_bit():
