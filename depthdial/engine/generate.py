@@ -156,8 +156,8 @@ def _check_request(
         wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
         if wrong:
             raise ValueError(
-                f"prompt {row} has token id {wrong[0]}; the model knows 0..{config.vocab_size - 1}. "
-                "Was it made with another tokenizer?"
+                f"prompt {row} has token id {wrong[0]}; the model knows "
+                f"0..{config.vocab_size - 1}. Was it made with another tokenizer?"
             )
         if len(prompt) + max_new_tokens > config.max_context:
             raise ValueError(

@@ -127,7 +127,8 @@ class LoopedLM(nn.Module):
         """`forward` without the head: [B, T, D]. Advances the cache."""
         if tokens_BT.ndim != 2 or tokens_BT.shape[0] == 0 or tokens_BT.shape[1] == 0:
             raise ValueError(
-                f"tokens_BT has shape {tuple(tokens_BT.shape)}; give at least one row and one token."
+                f"tokens_BT has shape {tuple(tokens_BT.shape)}; give [B, T] with at least one "
+                "row and one token."
             )
         check_num_loops(num_loops, batch_size=tokens_BT.shape[0])
         if cache is not None:

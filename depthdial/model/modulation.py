@@ -181,7 +181,7 @@ class ELRModulation(LoopConditioning):
         if len(budgets) == 1:
             return self._table[loop_idx, budgets[0]]
         rows = [self._table[loop_idx, k] for k in budgets]
-        return tree_map(lambda *t: torch.cat(t) if t[0].ndim == 3 else t[0], rows[0], *rows[1:])
+        return tree_map(_concatenate, rows[0], *rows[1:])
 
     def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
         device = self.mlp_in.weight.device
@@ -199,9 +199,17 @@ class ELRModulation(LoopConditioning):
 def spread_rows(modulation: LoopModulation, row_entry_B: Tensor) -> LoopModulation:
     """Give each row its entry: [U, 1, .] -> [B, 1, .]; factors shared by all rows stay."""
     return tree_map(
-        lambda t: t.index_select(0, row_entry_B) if t is not None and t.ndim == 3 else t,
-        modulation,
+        lambda t: t.index_select(0, row_entry_B) if _is_per_budget(t) else t, modulation
     )
+
+
+def _is_per_budget(leaf: Tensor | None) -> bool:
+    """[U, 1, .] values differ by budget; factors [R, D] and absent values do not."""
+    return leaf is not None and leaf.ndim == 3
+
+
+def _concatenate(*leaves: Tensor | None) -> Tensor | None:
+    return torch.cat(leaves) if _is_per_budget(leaves[0]) else leaves[0]
 
 
 def make_conditioning(config: ModelConfig) -> LoopConditioning:

@@ -1,0 +1,219 @@
+"""Cached decoding equals its slow twin, for every loop count and policy."""
+
+import pytest
+import torch
+from toys import MAX_LOOPS, ReferenceDecoder, toy_config, toy_model, toy_tokens
+
+from depthdial.engine.generate import generate
+from depthdial.model.loop_cache import LoopCache
+
+TOLERANCE = 1e-4
+ALL_LOOPS = range(1, MAX_LOOPS + 1)
+
+
+def new_cache(model, policy="per_loop", batch_size=1, capacity=64):
+    return LoopCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
+
+
+def in_calls(model, tokens, cuts, *, num_loops, cache):
+    """Logits of all positions, fed in pieces."""
+    edges = [0, *cuts, tokens.shape[1]]
+    pieces = zip(edges, edges[1:], strict=False)
+    return torch.cat(
+        [model(tokens[:, a:b], num_loops=num_loops, cache=cache) for a, b in pieces], dim=1
+    )
+
+
+def greedy_uncached(model, prompt, num_loops, steps):
+    """Full forward per token; returns ids and the logits each was taken from."""
+    ids, logits = list(prompt), []
+    for _ in range(steps):
+        logits.append(model(torch.tensor([ids]), num_loops=num_loops)[0, -1])
+        ids.append(int(logits[-1].argmax()))
+    return ids[len(prompt) :], torch.stack(logits)
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_b01_cached_greedy_equals_full_forward_over_32_tokens(model, num_loops):
+    prompt = toy_tokens(1, 9)[0].tolist()
+    ids, logits = greedy_uncached(model, prompt, num_loops, 32)
+    cache = new_cache(model)
+    cached = [model(torch.tensor([prompt]), num_loops=num_loops, cache=cache)[0, -1]]
+    for token in ids[:-1]:
+        cached.append(model(torch.tensor([[token]]), num_loops=num_loops, cache=cache)[0, -1])
+    assert (torch.stack(cached) - logits).abs().max() <= TOLERANCE
+    [row] = generate(model, [prompt], num_loops=num_loops, max_new_tokens=32)
+    assert row.token_ids == ids
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_b01_slot_counts_follow_the_policy(model, num_loops):
+    """2 attention layers in each of prelude, core and coda."""
+    prompt = toy_tokens(1, 5)
+    counts = {}
+    for policy in ("per_loop", "collapse_last", "last_step"):
+        cache = new_cache(model, policy)
+        model(prompt, num_loops=num_loops, cache=cache)
+        during = cache.num_slots()
+        cache.end_prompt()
+        counts[policy] = (during, cache.num_slots())
+    per_loop = 2 + 2 * num_loops + 2
+    assert counts["per_loop"] == (per_loop, per_loop)
+    assert counts["collapse_last"] == (per_loop, 6)
+    assert counts["last_step"] == (6, 6)
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_b05_one_token_at_a_time_equals_one_forward_everywhere(model, num_loops):
+    tokens = toy_tokens(1, 12)
+    whole = model(tokens, num_loops=num_loops)
+    single = in_calls(model, tokens, range(1, 12), num_loops=num_loops, cache=new_cache(model))
+    assert (whole - single).abs().max() <= TOLERANCE
+
+
+def test_b05_order_of_earlier_tokens_matters(model):
+    tokens = toy_tokens(1, 12)
+    swapped = tokens.clone()
+    swapped[0, [2, 5]] = tokens[0, [5, 2]]
+    change = model(tokens, num_loops=2)[0, -1] - model(swapped, num_loops=2)[0, -1]
+    assert change.abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["per_loop", "collapse_last"])
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_chunked_prefill_equals_one_prefill(model, policy, num_loops):
+    tokens = toy_tokens(2, 14)
+    one, chunked = (new_cache(model, policy, batch_size=2) for _ in range(2))
+    whole = model(tokens[:, :13], num_loops=num_loops, cache=one)
+    pieces = in_calls(model, tokens[:, :13], [3, 4, 9], num_loops=num_loops, cache=chunked)
+    assert (whole - pieces).abs().max() <= TOLERANCE
+    last = []
+    for cache in (one, chunked):
+        cache.end_prompt()
+        last.append(model(tokens[:, 13:], num_loops=num_loops, cache=cache))
+    assert (last[0] - last[1]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_per_loop_equals_its_slow_reference(model, num_loops):
+    tokens = toy_tokens(1, 10)
+    reference = ReferenceDecoder(model, num_loops)
+    expected = torch.cat(
+        [reference.call(tokens[:, a:b], persist="own") for a, b in ((0, 4), (4, 9), (9, 10))], dim=1
+    )
+    ours = in_calls(model, tokens, [4, 9], num_loops=num_loops, cache=new_cache(model))
+    assert (ours - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_last_step_equals_its_slow_reference_call_by_call(model, num_loops):
+    tokens = toy_tokens(1, 10)
+    reference = ReferenceDecoder(model, num_loops)
+    expected = torch.cat(
+        [
+            reference.call(tokens[:, a:b], persist="last")
+            for a, b in ((0, 4), (4, 7), (7, 8), (8, 10))
+        ],
+        dim=1,
+    )
+    cache = new_cache(model, "last_step")
+    ours = in_calls(model, tokens, [4, 7, 8], num_loops=num_loops, cache=cache)
+    assert (ours - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_collapse_last_equals_its_slow_reference(model, num_loops):
+    """A per_loop prompt, then token by token on the last loop's entries."""
+    tokens = toy_tokens(1, 10)
+    reference = ReferenceDecoder(model, num_loops)
+    expected = [reference.call(tokens[:, :5], persist="own")]
+    reference.end_prompt()
+    expected += [reference.call(tokens[:, t : t + 1], persist="last") for t in range(5, 10)]
+    cache = new_cache(model, "collapse_last")
+    ours = [model(tokens[:, :5], num_loops=num_loops, cache=cache)]
+    cache.end_prompt()
+    ours += [model(tokens[:, t : t + 1], num_loops=num_loops, cache=cache) for t in range(5, 10)]
+    assert (torch.cat(ours, 1) - torch.cat(expected, 1)).abs().max() <= TOLERANCE
+
+
+def test_policies_differ_from_each_other_beyond_one_loop(model):
+    """Guards the references: a policy that silently fell back to another would pass them."""
+    tokens = toy_tokens(1, 10)
+    logits = {}
+    for policy in ("per_loop", "collapse_last", "last_step"):
+        cache = new_cache(model, policy)
+        model(tokens[:, :5], num_loops=3, cache=cache)
+        cache.end_prompt()
+        logits[policy] = in_calls(model, tokens[:, 5:], range(1, 5), num_loops=3, cache=cache)
+    assert (logits["per_loop"] - logits["collapse_last"]).abs().max() > 100 * TOLERANCE
+    assert (logits["per_loop"] - logits["last_step"]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "last_step"])
+def test_all_policies_agree_at_one_loop(model, policy):
+    tokens = toy_tokens(1, 10)
+    cache = new_cache(model, policy)
+    first = model(tokens[:, :5], num_loops=1, cache=cache)
+    cache.end_prompt()
+    rest = in_calls(model, tokens[:, 5:], range(1, 5), num_loops=1, cache=cache)
+    whole = model(tokens, num_loops=1)
+    assert (torch.cat([first, rest], 1) - whole).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "last_step"])
+def test_rows_of_a_mixed_depth_batch_decode_as_alone(model, policy):
+    prompts = [toy_tokens(1, n, seed=n)[0].tolist() for n in (3, 11, 6, 8)]
+    depths = [2, 4, 1, 3]
+    together = generate(model, prompts, num_loops=depths, max_new_tokens=12, cache_policy=policy)
+    for row, prompt in enumerate(prompts):
+        [alone] = generate(
+            model, [prompt], num_loops=depths[row], max_new_tokens=12, cache_policy=policy
+        )
+        assert together[row] == alone
+
+
+def test_cache_refuses_another_loop_count_and_keeps_its_content(model):
+    tokens = toy_tokens(1, 6)
+    cache = new_cache(model)
+    model(tokens[:, :5], num_loops=2, cache=cache)
+    with pytest.raises(ValueError, match="ran 2 loops so far and now asks for 3"):
+        model(tokens[:, 5:], num_loops=3, cache=cache)
+    after = model(tokens[:, 5:], num_loops=2, cache=cache)
+    assert (after - model(tokens, num_loops=2)[:, 5:]).abs().max() <= TOLERANCE
+
+
+def test_last_step_may_change_its_loop_count_between_calls(model):
+    cache = new_cache(model, "last_step")
+    model(toy_tokens(1, 5), num_loops=4, cache=cache)
+    assert model(toy_tokens(1, 2), num_loops=2, cache=cache).isfinite().all()
+
+
+def test_collapsed_cache_refuses_several_tokens_in_one_call(model):
+    cache = new_cache(model, "collapse_last")
+    model(toy_tokens(1, 5), num_loops=2, cache=cache)
+    cache.end_prompt()
+    with pytest.raises(ValueError, match="2 tokens in one call after end_prompt"):
+        model(toy_tokens(1, 2), num_loops=2, cache=cache)
+
+
+def test_overflowing_cache_says_both_sizes(model):
+    cache = new_cache(model, capacity=4)
+    with pytest.raises(ValueError, match="would hold 5 tokens; the cache was made for 4"):
+        model(toy_tokens(1, 5), num_loops=1, cache=cache)
+
+
+def test_cache_bytes_grow_with_loops_only_where_each_loop_keeps_its_own():
+    model = toy_model()
+    sizes = {}
+    for policy in ("per_loop", "last_step"):
+        for num_loops in (1, 3):
+            cache = new_cache(model, policy)
+            model(toy_tokens(1, 5), num_loops=num_loops, cache=cache)
+            sizes[policy, num_loops] = cache.num_bytes()
+    assert sizes["per_loop", 3] * 6 == sizes["per_loop", 1] * 10
+    assert sizes["last_step", 3] == sizes["last_step", 1]
+
+
+def test_config_policy_is_the_default():
+    config = toy_config(**{"loop.cache_policy": "last_step"})
+    assert LoopCache(config, batch_size=1, capacity=4).policy == "last_step"
