@@ -74,7 +74,7 @@ for name in sys.argv[1:]:
     attempt(f"documented name {{name}}", lambda: resolve(name))
 print(package.__file__)
 print(len(modules), "modules,", len(sys.argv) - 1, "documented names")
-sys.exit("\\n".join(failures))
+sys.exit("\\n".join(failures) or 0)
 """
 
 
@@ -162,7 +162,8 @@ def run(command: list[str], *, cwd: Path, env: dict[str, str], seconds: int = TO
         errors="replace",
     )
     if done.returncode:
-        shown = " ".join(shlex.quote(part) for part in command)[:300]
+        # A program given as text would hide what it printed: its first line is enough.
+        shown = " ".join(part.strip().partition("\n")[0] for part in command)
         raise CheckFailed(f"exit status {done.returncode} of {shown}\n{done.stdout[-4000:]}")
     return done.stdout
 

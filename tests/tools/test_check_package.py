@@ -99,3 +99,16 @@ def test_b60_a_module_that_cannot_be_imported_fails(tool, tmp_path):
         tool.run(command, cwd=tmp_path, env={})
     for failure in ("depthdial.missing", "depthdial.broken", "documented name depthdial.nowhere"):
         assert failure in str(caught.value)
+
+
+def test_b60_a_sound_package_passes_the_import_check(tool, tmp_path):
+    package = tmp_path / "depthdial"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "__all__ = ['part', 'late']\ndef __getattr__(name):\n"
+        "    if name == 'late':\n        return 1\n    raise AttributeError(name)\n"
+    )
+    (package / "part.py").write_text("__all__ = ['x']\nx = 1\n")
+    command = [sys.executable, "-c", tool.IMPORT_EVERYTHING, "depthdial.part.x"]
+    output = tool.run(command, cwd=tmp_path, env={})
+    assert "2 modules, 1 documented names" in output

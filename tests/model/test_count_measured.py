@@ -1,0 +1,111 @@
+"""count.py against the model itself: tensors, executed matrix products, filled cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from depthdial.config import ModelConfig
+from depthdial.model.count import cache_bytes, cache_slots, count_parameters, flops_per_token
+from depthdial.model.loop_cache import LoopCache
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.presets import preset, preset_names
+
+MODULATION = {"d_cond": 10, "rank": 3, "embed_dim": 6}
+
+
+def variant(**changes: object) -> ModelConfig:
+    """The toy, with some fields changed."""
+    return preset("toy").replace(**changes)
+
+
+VARIANTS = {
+    **{name: preset(name) for name in preset_names()},
+    "tied": variant(tie_embeddings=True),
+    "qk_norm": variant(qk_norm=True),
+    "no prelude or coda": variant(split=(0, 12, 0)),
+    "modulated": variant(modulation=MODULATION),
+    **{name: variant(loop={"update": name}) for name in ("replace", "residual", "delta")},
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_counted_parameters_equal_the_tensors_of_the_model(config):
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    counted = count_parameters(config)
+    parts = {
+        "embedding": model.embedding,
+        "prelude": model.prelude_stack,
+        "core": model.core_stack,
+        "coda": model.coda_stack,
+        "state_update": model.state_update,
+        "modulation": model.modulation,
+        "final_norm": model.final_norm,
+    }
+    for name, module in parts.items():
+        assert vars(counted)[name] == sum(p.numel() for p in module.parameters()), name
+    assert counted.total == sum(p.numel() for p in model.parameters())
+
+
+def executed_flops(config: ModelConfig, num_loops: int, num_tokens: int) -> int:
+    """FLOPs of the matrix products that one forward of `num_tokens` tokens dispatches.
+
+    In bfloat16, where short contexts take explicit products; the counter does not see into
+    torch's fused attention on a CPU.
+    """
+    torch.manual_seed(0)
+    model = LoopedLM(config)
+    tokens_BT = torch.randint(config.vocab_size, (1, num_tokens))
+    bf16 = torch.autocast("cpu", torch.bfloat16)
+    with torch.no_grad(), bf16, model.modulation.tabulated():
+        model(tokens_BT, num_loops=num_loops)  # fills the table of conditioning tensors
+        with FlopCounterMode(display=False) as counter:
+            model(tokens_BT, num_loops=num_loops)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("num_loops", [1, 3])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loop": {"update": "replace"}},
+        {"loop": {"update": "adaptive_delta", "gate_bypass": "first_only"}},
+        {"modulation": MODULATION, "tie_embeddings": True},
+    ],
+    ids=["adaptive_delta", "replace", "gate_bypass", "modulated"],
+)
+def test_counted_flops_equal_the_executed_matrix_products(changes, num_loops):
+    """An unfused causal forward computes all T x T scores, as if each query attended to T."""
+    config, num_tokens = variant(**changes), 7
+    counted = flops_per_token(config, num_loops, context=num_tokens, position="last")
+    assert executed_flops(config, num_loops, num_tokens) == num_tokens * counted.total
+
+
+@pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "last_step"])
+@pytest.mark.parametrize("num_loops", [1, 3])
+def test_counted_cache_equals_the_filled_cache_of_the_model(policy, num_loops):
+    config, num_tokens = variant(), 6
+    model = LoopedLM(config)
+    cache = LoopCache(config, batch_size=2, capacity=num_tokens, policy=policy)
+
+    def counted(phase: str) -> tuple[int, int]:
+        # The cache keeps one more position per row, the bin for padding.
+        held = cache_bytes(
+            config,
+            num_loops,
+            context=num_tokens + 1,
+            policy=policy,
+            bytes_per_value=4,
+            batch_size=2,
+            phase=phase,
+        )
+        return cache_slots(config, num_loops, policy=policy, phase=phase), held
+
+    with torch.no_grad():
+        model(torch.zeros(2, num_tokens, dtype=torch.long), num_loops=num_loops, cache=cache)
+    assert (cache.num_slots(), cache.num_bytes()) == counted("prompt_peak")
+    cache.end_prompt()
+    assert (cache.num_slots(), cache.num_bytes()) == counted("steady")
