@@ -269,7 +269,8 @@ class DepthConfig(StrictConfig):
     num_depth_slices: PositiveInt = 8
     """Fixed slices of the global batch; each runs one loop count."""
     depth_scope: Literal["step", "slice_group"] = "step"
-    """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices."""
+    """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices
+    (sync_* and override only). The override rotates over all slices of the step either way."""
     slices_per_draw: PositiveInt | None = None
     """Slices that share one majority draw; only with slice_group."""
     switch_frac: Fraction = 0.0
@@ -286,6 +287,11 @@ class DepthConfig(StrictConfig):
             )
         if (self.depth_scope == "slice_group") != (self.slices_per_draw is not None):
             raise ValueError("slices_per_draw goes with depth_scope='slice_group', which needs it.")
+        if self.depth_scope == "slice_group" and not self.sampler.startswith(("sync", "over")):
+            raise ValueError(
+                f"depth_scope='slice_group' has no effect with sampler='{self.sampler}'; it goes "
+                "with sync_uniform, sync_weighted and override."
+            )
         if self.slices_per_draw and self.num_depth_slices % self.slices_per_draw:
             raise ValueError(
                 f"num_depth_slices={self.num_depth_slices} is not a multiple of "
@@ -319,6 +325,17 @@ class OptimConfig(StrictConfig):
     """Learning rate at the last step, as a fraction of the peak."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.warmup_frac + self.decay_frac > 1:
+            raise ValueError(
+                f"warmup_frac={self.warmup_frac} and decay_frac={self.decay_frac} add up to more "
+                "than 1; the rise must end before the fall begins."
+            )
+        if self.optimizer == "adamw" and self.momentum != 0.95:
+            raise ValueError(f"momentum={self.momentum} has no effect with optimizer='adamw'.")
+        return self
 
 
 class TrainConfig(StrictConfig):
