@@ -17,7 +17,7 @@ from depthdial.config import CachePolicy
 from depthdial.engine.sampling import Sampling, sample
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.schedule import NumLoops, allowed_num_loops
+from depthdial.model.schedule import NumLoops, allowed_num_loops, check_num_loops
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def generate(
     model: LoopedLM,
     prompts: Sequence[Sequence[int]],
     *,
-    num_loops: int | Sequence[int],
+    num_loops: NumLoops | Sequence[int],
     max_new_tokens: int,
     sampling: Sampling | None = None,
     stop_ids: Sequence[int] = (),
@@ -62,8 +62,7 @@ def generate(
     _check_request(model, prompts, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
     sampling = Sampling() if sampling is None else sampling
     batch_size = len(prompts)
-    loops = num_loops if isinstance(num_loops, int) else torch.tensor(list(num_loops))
-    loops = allowed_num_loops(model.config, loops, batch_size=batch_size)
+    loops = allowed_num_loops(model.config, _per_row(num_loops), batch_size=batch_size)
     device = model.embedding.weight.device
     cache = LoopCache(
         model.config,
@@ -102,6 +101,15 @@ def generate(
             new_ids, depths, prompts, is_open_B.tolist(), strict=True
         )
     ]
+
+
+def _per_row(num_loops: NumLoops | Sequence[int]) -> NumLoops:
+    """A sequence becomes one entry per row; all else is left for the model's rule to judge."""
+    if not isinstance(num_loops, Sequence) or isinstance(num_loops, str):
+        return num_loops
+    for depth in num_loops:
+        check_num_loops(depth)
+    return torch.tensor(num_loops, dtype=torch.int64)
 
 
 def _prefill(

@@ -5,6 +5,7 @@ Letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,8 @@ class Sampling:
     Fields:
         temperature: 0 is greedy; larger is flatter.
         top_k: keep this many most likely tokens; 0 keeps all.
-        top_p: keep the most likely tokens until their probability reaches this, in (0, 1].
+        top_p: of what top_k keeps, renormalised, keep the most likely tokens until their
+            probability reaches this, in (0, 1].
         min_p: drop tokens below this fraction of the most likely one's probability, in [0, 1].
         seed: row r of a batch draws from (seed, r), so a row's tokens do not depend on its
             neighbours.
@@ -45,8 +47,7 @@ class Sampling:
     def generators(self, num_rows: int) -> list[torch.Generator]:
         """One random stream per row."""
         return [
-            torch.Generator().manual_seed((self.seed * 1_000_003 + row) % 2**63)
-            for row in range(num_rows)
+            torch.Generator().manual_seed(_stream_seed(self.seed, row)) for row in range(num_rows)
         ]
 
 
@@ -57,18 +58,16 @@ def probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
         return torch.nn.functional.one_hot(best_B, logits_BV.shape[-1]).float()
     # fp32: the tail that top-p cuts is lost in bf16 cumulative sums.
     probs_BV = (logits_BV.float() / sampling.temperature).softmax(dim=-1)
-    keep_BV = torch.ones_like(probs_BV, dtype=torch.bool)
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-    if 0 < sampling.top_k < probs_BV.shape[-1]:
-        ranks_BV = order_BV.argsort(dim=-1)
-        keep_BV &= ranks_BV < sampling.top_k
+    keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
+    if sampling.top_k > 0:
+        keep_BV[:, sampling.top_k :] = False
     if sampling.top_p < 1:
-        before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
-        keep_BV &= torch.zeros_like(keep_BV).scatter(1, order_BV, before_BV < sampling.top_p)
+        left_BV = _renormalised(sorted_BV, keep_BV)
+        keep_BV &= left_BV.cumsum(dim=-1) - left_BV < sampling.top_p
     if sampling.min_p > 0:
-        keep_BV &= probs_BV >= sampling.min_p * sorted_BV[:, :1]
-    kept_BV = probs_BV.masked_fill(~keep_BV, 0.0)
-    return kept_BV / kept_BV.sum(dim=-1, keepdim=True)
+        keep_BV &= sorted_BV >= sampling.min_p * sorted_BV[:, :1]
+    return torch.zeros_like(probs_BV).scatter(1, order_BV, _renormalised(sorted_BV, keep_BV))
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
@@ -81,3 +80,14 @@ def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generat
         for probs_V, generator in zip(probs_BV, generators, strict=True)
     ]
     return torch.cat(drawn).to(logits_BV.device)
+
+
+def _renormalised(probs_BV: Tensor, keep_BV: Tensor) -> Tensor:
+    kept_BV = probs_BV.masked_fill(~keep_BV, 0.0)
+    return kept_BV / kept_BV.sum(dim=-1, keepdim=True)
+
+
+def _stream_seed(seed: int, row: int) -> int:
+    # A hash: torch's CPU generator reads 32 bits only, so seeds 2^32 apart would share a stream.
+    digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")

@@ -26,14 +26,19 @@ def save_model(model: LoopedLM, folder: str | Path) -> None:
     """Write config.json and model.safetensors; each file replaces an old one in one step.
 
     Equal weights give equal bytes.
+    Raises: OSError if the disk refuses; an older model in the folder is then untouched.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
-    write_tensors(tensors, folder / WEIGHTS_FILE)
     temporary = folder / (CONFIG_FILE + ".tmp")
-    temporary.write_text(model.config.to_json(), encoding="utf-8")
-    os.replace(temporary, folder / CONFIG_FILE)
+    try:
+        # Both files are complete on disk before either replaces an old one.
+        temporary.write_text(model.config.to_json(), encoding="utf-8")
+        write_tensors(tensors, folder / WEIGHTS_FILE)
+        os.replace(temporary, folder / CONFIG_FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -86,7 +91,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises: FileNotFoundError; ValueError if the file is truncated or damaged.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no {path.name} in {path.parent}")
+        raise FileNotFoundError(
+            f"no {path.name} in {path.parent}. Weights are read from safetensors files only; "
+            "pickle files (.bin, .pt) are never opened."
+        )
     try:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, ValueError) as error:

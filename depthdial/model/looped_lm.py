@@ -147,6 +147,11 @@ class LoopedLM(nn.Module):
         h_in_BTD = self.prelude(
             self.embed(tokens_BT), slots=binding.slots(self, "prelude"), ctx=ctx
         )
+        if initial_state_BTD is not None and initial_state_BTD.shape != h_in_BTD.shape:
+            raise ValueError(
+                f"initial_state_BTD has shape {tuple(initial_state_BTD.shape)}, but the prelude "
+                f"output has {tuple(h_in_BTD.shape)}; both must agree."
+            )
         state_BTD = self.final_state(
             h_in_BTD,
             num_loops=num_loops,

@@ -68,9 +68,8 @@ def residual(
     mod: UpdateModulation,
 ) -> Tensor:
     """s_i = s_{i-1} + r_i; the core output itself is added, not a difference."""
-    if mod.exit_gain is not None:
-        candidate_BTD = mod.exit_gain * candidate_BTD
-    next_BTD = prev_BTD + candidate_BTD.to(prev_BTD.dtype)
+    added_BTD = candidate_BTD if mod.exit_gain is None else mod.exit_gain * candidate_BTD
+    next_BTD = prev_BTD + added_BTD.to(prev_BTD.dtype)
     if mod.gate_bypass is None:
         return next_BTD
     return torch.lerp(next_BTD, candidate_BTD.to(next_BTD.dtype), mod.gate_bypass)
