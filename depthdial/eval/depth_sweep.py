@@ -1,0 +1,299 @@
+"""Loss of the same documents at every loop count, kept per document; and what each depth costs.
+
+Intervals and verdicts are in `stats.py`. Loop counts beyond the model's max_loops are evaluated
+too and marked as outside training.
+Letters: K swept loop counts, N documents, P dependency depths, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from depthdial.data.packing import IGNORE
+from depthdial.data.shards import TokenDocument
+from depthdial.data.synthetic import PointerPrograms
+from depthdial.model.loop_cache import LoopCache
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.schedule import check_num_loops
+
+
+@dataclass(frozen=True)
+class DepthSweep:
+    """Summed losses of every document at every swept loop count.
+
+    Fields:
+        loops: swept loop counts, ascending; max_loops: the largest seen in training.
+        names, tokens_N, bytes_N: documents, their scored tokens, their UTF-8 bytes (0: no text).
+        nll_KN: nats, summed over a document's tokens.
+        correct_KNP, total_NP: right answers and questions per dependency depth; None for text.
+    """
+
+    loops: tuple[int, ...]
+    max_loops: int
+    names: tuple[str, ...]
+    tokens_N: np.ndarray
+    bytes_N: np.ndarray
+    nll_KN: np.ndarray
+    correct_KNP: np.ndarray | None = None
+    total_NP: np.ndarray | None = None
+
+    def nll(self, num_loops: int) -> np.ndarray:
+        """Summed loss of each document at one loop count, [N] nats."""
+        if num_loops not in self.loops:
+            raise ValueError(f"num_loops={num_loops} was not swept; swept: {list(self.loops)}.")
+        return self.nll_KN[self.loops.index(num_loops)]
+
+    def mean_loss(self, num_loops: int) -> float:
+        """Nats per token over all documents."""
+        return float(self.nll(num_loops).sum() / self.tokens_N.sum())
+
+    def bits_per_byte(self, num_loops: int) -> float:
+        """Bits per UTF-8 byte of text. Raises ValueError for data without text."""
+        if not self.bytes_N.sum():
+            raise ValueError("these documents have no text, so there are no bits per byte.")
+        return float(self.nll(num_loops).sum() / math.log(2) / self.bytes_N.sum())
+
+    def is_trained(self, num_loops: int) -> bool:
+        """False beyond the largest loop count seen in training."""
+        return num_loops <= self.max_loops
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DepthSweep:
+        """Inverse of `to_dict`."""
+        return cls(
+            loops=tuple(values["loops"]),
+            max_loops=values["max_loops"],
+            names=tuple(values["names"]),
+            **{
+                name: None if values[name] is None else np.array(values[name])
+                for name in ("tokens_N", "bytes_N", "nll_KN", "correct_KNP", "total_NP")
+            },
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON."""
+        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> DepthSweep:
+        """Read what `save` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+class Window(NamedTuple):
+    """One model row of a document: inputs, and targets with IGNORE where another row scores."""
+
+    document_idx: int
+    tokens_T: np.ndarray
+    targets_T: np.ndarray
+
+
+def windows(
+    documents: Sequence[TokenDocument], *, context: int, stride: int, start_id: int
+) -> Iterator[Window]:
+    """Cut documents into rows of at most `context` inputs; every token is scored exactly once.
+
+    The first token is predicted from `start_id`. Rows overlap by context - stride tokens, which
+    are read again but not scored again.
+    """
+    for document_idx, document in enumerate(documents):
+        targets_T = np.asarray(document.tokens_T, dtype=np.int64)
+        inputs_T = np.concatenate([[start_id], targets_T[:-1]])
+        scored, begin = 0, 0
+        while scored < len(targets_T):
+            end = min(begin + context, len(targets_T))
+            row_T = targets_T[begin:end].copy()
+            row_T[: scored - begin] = IGNORE
+            yield Window(document_idx, inputs_T[begin:end], row_T)
+            scored, begin = end, begin + stride
+
+
+@torch.no_grad()
+def sweep_documents(
+    model: LoopedLM,
+    documents: Sequence[TokenDocument],
+    *,
+    loops: Sequence[int],
+    context: int,
+    start_id: int,
+    stride: int | None = None,
+    rows_per_forward: int = 16,
+    precision: str = "fp32",
+) -> DepthSweep:
+    """Score every document at every loop count.
+
+    Args:
+        loops: loop counts >= 1; beyond max_loops is allowed.
+        context: most input tokens per row.
+        start_id: the token every document is scored after, normally end-of-text.
+        stride: new tokens per row after a document's first; None for `context` (no overlap).
+        precision: `fp32` or `bf16` (autocast).
+
+    Raises: ValueError for no documents, an empty document, or a stride outside 1..context.
+    """
+    loops = _check_loops(loops)
+    stride = context if stride is None else stride
+    if not 1 <= stride <= context:
+        raise ValueError(f"stride={stride} must lie in 1..{context}, the context.")
+    if not documents:
+        raise ValueError("there are no documents to score.")
+    empty = [document.name for document in documents if len(document.tokens_T) == 0]
+    if empty:
+        raise ValueError(f"{len(empty)} documents are empty, first '{empty[0]}'; leave them out.")
+    rows = list(windows(documents, context=context, stride=stride, start_id=start_id))
+    nll_KN = np.zeros((len(loops), len(documents)))
+    for start in range(0, len(rows), rows_per_forward):
+        part = rows[start : start + rows_per_forward]
+        tokens_BT, targets_BT, real_BT = _collate(part)
+        for k_idx, num_loops in enumerate(loops):
+            nll_B, _ = _row_losses(
+                model, tokens_BT, targets_BT, real_BT, num_loops=num_loops, precision=precision
+            )
+            np.add.at(nll_KN[k_idx], [row.document_idx for row in part], nll_B)
+    return DepthSweep(
+        loops=loops,
+        max_loops=model.config.max_loops,
+        names=tuple(document.name for document in documents),
+        tokens_N=np.array([len(document.tokens_T) for document in documents]),
+        bytes_N=np.array([document.num_bytes for document in documents]),
+        nll_KN=nll_KN,
+    )
+
+
+@torch.no_grad()
+def sweep_pointer_programs(
+    model: LoopedLM,
+    source: PointerPrograms,
+    *,
+    loops: Sequence[int],
+    num_rows: int,
+    max_depth: int = 12,
+    rows_per_forward: int = 64,
+    precision: str = "fp32",
+) -> DepthSweep:
+    """Loss and right answers by dependency depth; every row counts as one document."""
+    loops = _check_loops(loops)
+    shape = (len(loops), num_rows)
+    nll_KN, correct_KNP = np.zeros(shape), np.zeros((*shape, max_depth), dtype=np.int64)
+    total_NP = np.zeros((num_rows, max_depth), dtype=np.int64)
+    for start in range(0, num_rows, rows_per_forward):
+        count = min(rows_per_forward, num_rows - start)
+        batch, depths_BT = source.rows(start, count), np.asarray(source.depths(start, count))
+        at_depth_BTP = depths_BT[..., None] == np.arange(1, max_depth + 1)
+        total_NP[start : start + count] = at_depth_BTP.sum(axis=1)
+        for k_idx, num_loops in enumerate(loops):
+            nll_B, best_BT = _row_losses(
+                model,
+                batch.tokens_BT,
+                batch.targets_BT,
+                None,
+                num_loops=num_loops,
+                precision=precision,
+            )
+            right_BT = (best_BT == batch.targets_BT).numpy()
+            nll_KN[k_idx, start : start + count] = nll_B
+            hits_BP = (at_depth_BTP & right_BT[..., None]).sum(axis=1)
+            correct_KNP[k_idx, start : start + count] = hits_BP
+    return DepthSweep(
+        loops=loops,
+        max_loops=model.config.max_loops,
+        names=tuple(f"program {row}" for row in range(num_rows)),
+        tokens_N=np.full(num_rows, source.context),
+        bytes_N=np.zeros(num_rows, dtype=np.int64),
+        nll_KN=nll_KN,
+        correct_KNP=correct_KNP,
+        total_NP=total_NP,
+    )
+
+
+class Latency(NamedTuple):
+    """Milliseconds per generated token, batch 1, cached: fastest and median repeat."""
+
+    min_ms: float
+    median_ms: float
+
+
+@torch.no_grad()
+def measure_latency(
+    model: LoopedLM, *, loops: Sequence[int], prompt_tokens: int, new_tokens: int, rounds: int = 9
+) -> dict[int, Latency]:
+    """Time cached decoding at each loop count, interleaved so that load hits all alike."""
+    loops = _check_loops(loops)
+    device = model.embedding.weight.device
+    prompt_BT = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=device)
+    times: dict[int, list[float]] = {num_loops: [] for num_loops in loops}
+    with model.modulation.tabulated():
+        for _ in range(rounds):
+            for num_loops in loops:
+                capacity = prompt_tokens + new_tokens
+                cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
+                model.trunk(prompt_BT, num_loops=num_loops, cache=cache)
+                cache.end_prompt()
+                started = time.perf_counter()
+                for _ in range(new_tokens):
+                    model(prompt_BT[:, :1], num_loops=num_loops, cache=cache)[0, -1].argmax().item()
+                times[num_loops].append((time.perf_counter() - started) / new_tokens * 1e3)
+    return {k: Latency(min(values), median(values)) for k, values in times.items()}
+
+
+def _check_loops(loops: Sequence[int]) -> tuple[int, ...]:
+    if not loops:
+        raise ValueError("no loop counts were given; give at least one, e.g. [1, 2, 4].")
+    for num_loops in loops:
+        check_num_loops(num_loops)
+    return tuple(sorted(set(loops)))
+
+
+def _collate(rows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Right-pad to the longest row; no mask where nothing is padded."""
+    longest = max(len(row.tokens_T) for row in rows)
+    tokens_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
+    targets_BT = torch.full((len(rows), longest), IGNORE)
+    real_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        length = len(row.tokens_T)
+        tokens_BT[i, :length] = torch.from_numpy(row.tokens_T)
+        targets_BT[i, :length] = torch.from_numpy(row.targets_T)
+        real_BT[i, :length] = True
+    return tokens_BT, targets_BT, None if bool(real_BT.all()) else real_BT
+
+
+def _row_losses(
+    model: LoopedLM,
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    real_BT: Tensor | None,
+    *,
+    num_loops: int,
+    precision: str,
+) -> tuple[np.ndarray, Tensor]:
+    """Summed loss of each row in nats (float64), and the most likely token everywhere (CPU)."""
+    device = model.embedding.weight.device
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        logits_BTV = model(
+            tokens_BT.to(device),
+            num_loops=num_loops,
+            padding_mask_BT=None if real_BT is None else real_BT.to(device),
+        )
+    # fp32 logits, fp64 sums: a document's loss is a sum of thousands of small terms.
+    logp_BTV = logits_BTV.float().log_softmax(dim=-1).cpu()
+    is_scored_BT = targets_BT != IGNORE
+    picked_BT = logp_BTV.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0].double()
+    nll_B = -(picked_BT * is_scored_BT).sum(dim=1)
+    return nll_B.numpy(), logits_BTV.argmax(dim=-1).cpu()

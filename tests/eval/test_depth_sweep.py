@@ -1,0 +1,158 @@
+"""Every token is scored once, whatever the window; depths beyond training are marked."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from depthdial.config import ModelConfig
+from depthdial.data.packing import IGNORE
+from depthdial.data.shards import TokenDocument
+from depthdial.data.synthetic import PointerPrograms
+from depthdial.eval.depth_sweep import (
+    DepthSweep,
+    measure_latency,
+    sweep_documents,
+    sweep_pointer_programs,
+    windows,
+)
+from depthdial.model.looped_lm import LoopedLM
+
+VOCAB, CONTEXT = 97, 16
+
+
+def small_model(**changes) -> LoopedLM:
+    config = ModelConfig(
+        vocab_size=VOCAB, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=2, head_dim=8,
+        d_ff=16, max_context=64, num_loops=2, max_loops=3, init_std=0.2,
+    )  # fmt: skip
+    return LoopedLM(config.replace(**changes) if changes else config)
+
+
+def uniform_model() -> LoopedLM:
+    model = small_model()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    return model
+
+
+def document(length: int, seed: int = 0) -> TokenDocument:
+    rng = np.random.default_rng(seed + length)
+    return TokenDocument(f"d{length}", rng.integers(0, VOCAB, length), 3 * length)
+
+
+LENGTHS = [1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 2 * CONTEXT + 3]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("stride", [1, 5, CONTEXT])
+def test_b45_uniform_model_has_perplexity_97_and_exact_bits_per_byte(length, stride):
+    sweep = sweep_documents(
+        uniform_model(), [document(length)], loops=[1, 2], context=CONTEXT, stride=stride,
+        start_id=0,
+    )  # fmt: skip
+    assert sweep.tokens_N.tolist() == [length]
+    assert math.exp(sweep.mean_loss(2)) == pytest.approx(97, rel=1e-6)
+    assert sweep.bits_per_byte(2) == pytest.approx(length * 6.59991 / (3 * length), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("stride", [1, 5, CONTEXT])
+def test_b45_each_token_is_scored_exactly_once_from_its_predecessors(length, stride):
+    doc = TokenDocument("d", np.arange(100, 100 + length), length)
+    seen = []
+    for row in windows([doc], context=CONTEXT, stride=stride, start_id=7):
+        assert len(row.tokens_T) <= CONTEXT
+        for given, target in zip(row.tokens_T, row.targets_T, strict=True):
+            if target != IGNORE:
+                assert given == (target - 1 if target > 100 else 7)
+                seen.append(int(target))
+    assert seen == list(range(100, 100 + length))
+
+
+def test_document_losses_equal_one_forward_per_document():
+    model, docs = small_model(), [document(n) for n in (5, 16, 9)]
+    sweep = sweep_documents(model, docs, loops=[1, 3], context=CONTEXT, start_id=0)
+    for doc_idx, doc in enumerate(docs):
+        tokens = torch.tensor([[0, *doc.tokens_T[:-1]]])
+        with torch.no_grad():
+            logp = model(tokens, num_loops=3).log_softmax(-1)[0]
+        expected = -logp[torch.arange(len(doc.tokens_T)), torch.tensor(doc.tokens_T)].sum()
+        assert sweep.nll(3)[doc_idx] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_grouping_of_rows_does_not_change_the_losses():
+    model, docs = small_model(), [document(n, seed=n) for n in (3, 40, 17, 1)]
+    sweeps = [
+        sweep_documents(model, docs, loops=[2], context=CONTEXT, start_id=0, rows_per_forward=n)
+        for n in (1, 3, 16)
+    ]
+    for other in sweeps[1:]:
+        np.testing.assert_allclose(other.nll_KN, sweeps[0].nll_KN, rtol=1e-5)
+
+
+def test_overlap_gives_more_context():
+    model, docs = small_model(), [document(60)]
+    wide = sweep_documents(model, docs, loops=[1], context=CONTEXT, stride=1, start_id=0)
+    tight = sweep_documents(model, docs, loops=[1], context=CONTEXT, start_id=0)
+    assert wide.mean_loss(1) != pytest.approx(tight.mean_loss(1), rel=1e-6)
+
+
+def test_b15_depths_beyond_training_are_swept_and_marked():
+    sweep = sweep_documents(
+        small_model(), [document(8)], loops=range(1, 6), context=CONTEXT, start_id=0
+    )
+    assert [sweep.is_trained(k) for k in sweep.loops] == [True, True, True, False, False]
+    assert np.isfinite(sweep.nll_KN).all()
+
+
+def test_a_sweep_survives_its_file(tmp_path):
+    sweep = sweep_documents(
+        small_model(), [document(8), document(3)], loops=[1, 2], context=CONTEXT, start_id=0
+    )
+    sweep.save(tmp_path / "sweep.json")
+    again = DepthSweep.load(tmp_path / "sweep.json")
+    assert again.to_dict() == sweep.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loops": [0]}, "num_loops=0"),
+        ({"loops": []}, "no loop counts"),
+        ({"stride": CONTEXT + 1}, "stride=17 must lie in 1..16"),
+        ({"documents": []}, "no documents"),
+        ({"documents": [TokenDocument("void", np.array([], dtype=np.int64), 0)]}, "'void'"),
+    ],
+)
+def test_b23_bad_requests_say_what_is_wrong(changes, message):
+    request = {"documents": [document(4)], "loops": [1], "context": CONTEXT, "start_id": 0}
+    request |= changes
+    with pytest.raises(ValueError, match=message):
+        sweep_documents(small_model(), request.pop("documents"), **request)
+
+
+def test_pointer_sweep_counts_every_position_once_and_a_perfect_answer_is_right():
+    source = PointerPrograms(0, split="valid")
+    model = small_model(vocab_size=32)
+    sweep = sweep_pointer_programs(model, source, loops=[1, 2], num_rows=10, max_depth=40)
+    assert sweep.total_NP.sum() == 10 * source.context
+    assert (sweep.correct_KNP <= sweep.total_NP).all()
+    assert sweep.tokens_N.sum() == 10 * source.context
+
+    class Oracle(LoopedLM):
+        """Puts all weight on the answer."""
+
+        def forward(self, tokens_BT, **_):
+            values = torch.as_tensor(np.asarray(source.answers(tokens_BT).values_BT))
+            return 50.0 * torch.nn.functional.one_hot(values, 32).float()
+
+    oracle = Oracle(model.config)
+    right = sweep_pointer_programs(oracle, source, loops=[1], num_rows=10, max_depth=40)
+    assert (right.correct_KNP[0] == right.total_NP).all()
+
+
+def test_latency_reports_every_depth():
+    times = measure_latency(small_model(), loops=[1, 3], prompt_tokens=4, new_tokens=2, rounds=3)
+    assert set(times) == {1, 3}
+    assert all(0 < t.min_ms <= t.median_ms for t in times.values())
