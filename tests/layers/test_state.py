@@ -1,0 +1,228 @@
+"""Attention products, masks and contiguous slots."""
+
+import pytest
+import torch
+
+from depthdial.layers.state import (
+    EXPLICIT_MAX_SOURCE_TOKENS,
+    AttentionMask,
+    CachedSlot,
+    KVBuffer,
+    UncachedSlot,
+    attention,
+    causal_mask,
+    choose_attention,
+    mask_from_allowed,
+    narrow_rows,
+)
+
+IMPLS = ("explicit", "sdpa")
+SCALE = 0.3
+
+
+def qkv(batch, tokens, sources, *, heads=4, groups=2, width=6, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, heads), (sources, groups), (sources, groups))
+    return [
+        torch.randn(batch, length, count, width, generator=generator).to(dtype)
+        for length, count in shapes
+    ]
+
+
+def one_query_at_a_time(q, k, v, allowed_BTS):
+    """Softmax over the allowed keys of one query of one head; 0 if there are none."""
+    y = torch.zeros_like(q)
+    per_group = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            keys = allowed_BTS[b, t].nonzero()[:, 0]
+            for head in range(q.shape[2]):
+                if len(keys):
+                    scores = k[b, keys, head // per_group] @ q[b, t, head] * SCALE
+                    y[b, t, head] = scores.softmax(0) @ v[b, keys, head // per_group]
+    return y
+
+
+def random_allowed(batch, tokens, sources, *, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    allowed = torch.rand(batch, tokens, sources, generator=generator) < 0.6
+    allowed[:, :, 0] = True
+    return allowed
+
+
+# ---- products
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (6, 3)])
+def test_grouped_attention_equals_one_query_at_a_time(impl, heads, groups):
+    q, k, v = qkv(2, 3, 5, heads=heads, groups=groups)
+    allowed = random_allowed(2, 3, 5)
+    mask = mask_from_allowed(allowed, impl=impl, dtype=torch.float32)
+    y = attention(q, k, v, mask=mask, scale=SCALE)
+    assert y.shape == q.shape
+    torch.testing.assert_close(y, one_query_at_a_time(q, k, v, allowed), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_causal_attention_equals_one_query_at_a_time(impl):
+    q, k, v = qkv(2, 6, 6)
+    mask = causal_mask(6, impl=impl, dtype=torch.float32, device=torch.device("cpu"))
+    allowed = torch.ones(2, 6, 6, dtype=torch.bool).tril()
+    y = attention(q, k, v, mask=mask, scale=SCALE)
+    torch.testing.assert_close(y, one_query_at_a_time(q, k, v, allowed), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_explicit_and_fused_attention_have_equal_gradients(grouped):
+    allowed = random_allowed(2, 4, 4)
+    gradients = {}
+    for impl in IMPLS:
+        inputs = [t.requires_grad_() for t in qkv(2, 4, 4, groups=2 if grouped else 4)]
+        mask = mask_from_allowed(allowed, impl=impl, dtype=torch.float32)
+        attention(*inputs, mask=mask, scale=SCALE).square().sum().backward()
+        gradients[impl] = [t.grad for t in inputs]
+    torch.testing.assert_close(gradients["explicit"], gradients["sdpa"], rtol=0, atol=1e-5)
+
+
+def test_explicit_attention_in_bf16_is_close_to_fp32():
+    q, k, v = qkv(2, 8, 8, dtype=torch.bfloat16)
+    allowed = torch.ones(2, 8, 8, dtype=torch.bool).tril()
+    mask = mask_from_allowed(allowed, impl="explicit", dtype=torch.bfloat16)
+    y = attention(q, k, v, mask=mask, scale=SCALE)
+    assert y.dtype == torch.bfloat16
+    expected = one_query_at_a_time(q.float(), k.float(), v.float(), allowed)
+    assert (y.float() - expected).abs().max() < 0.05
+
+
+# ---- masks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_fully_masked_query_gives_zero_and_finite_gradients(impl, dtype):
+    allowed = torch.ones(1, 3, 3, dtype=torch.bool).tril()
+    allowed[0, 1] = False
+    inputs = [t.requires_grad_() for t in qkv(1, 3, 3, dtype=dtype)]
+    y = attention(*inputs, mask=mask_from_allowed(allowed, impl=impl, dtype=dtype), scale=SCALE)
+    assert torch.equal(y[0, 1], torch.zeros_like(y[0, 1]))
+    assert y[0, 0].count_nonzero() > 0
+    y.float().square().sum().backward()
+    assert all(bool(torch.isfinite(t.grad).all()) for t in inputs)
+    assert inputs[0].grad[0, 1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_batch_whose_every_query_is_masked_gives_zero(impl):
+    q, k, v = qkv(2, 3, 3)
+    mask = mask_from_allowed(torch.zeros(2, 3, 3, dtype=torch.bool), impl=impl, dtype=torch.float32)
+    y = attention(q, k, v, mask=mask, scale=SCALE)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_blocked_key_has_exactly_no_influence_however_large_its_score(impl, dtype):
+    q, k, v = qkv(1, 1, 4, dtype=dtype)
+    allowed = torch.tensor([[[True, True, False, True]]])
+    mask = mask_from_allowed(allowed, impl=impl, dtype=dtype)
+    before = attention(q, k, v, mask=mask, scale=SCALE)
+    k[0, 2], v[0, 2] = 1e4, 1e4
+    assert torch.equal(attention(q, k, v, mask=mask, scale=SCALE), before)
+
+
+def test_narrowing_a_mask_keeps_the_named_rows_in_their_order():
+    allowed = random_allowed(3, 2, 4)
+    mask = mask_from_allowed(allowed, impl="sdpa", dtype=torch.float32)
+    rows = torch.tensor([2, 0])
+    expected = mask_from_allowed(allowed[rows], impl="sdpa", dtype=torch.float32)
+    narrowed = mask.narrow(rows)
+    assert torch.equal(narrowed.bias_BTS, expected.bias_BTS)
+    assert torch.equal(narrowed.has_key_BT, expected.has_key_BT)
+    assert narrowed.impl == "sdpa"
+
+
+def test_narrowing_keeps_a_mask_that_the_whole_batch_shares():
+    mask = causal_mask(3, impl="explicit", dtype=torch.float32, device=torch.device("cpu"))
+    assert mask.narrow(torch.tensor([2, 0])).bias_BTS is mask.bias_BTS
+    assert AttentionMask(None, None, "sdpa").narrow(torch.tensor([1])).bias_BTS is None
+    assert narrow_rows(None, torch.tensor([1])) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sources", "device_type", "expected"),
+    [
+        (torch.bfloat16, EXPLICIT_MAX_SOURCE_TOKENS, "cpu", "explicit"),
+        (torch.bfloat16, EXPLICIT_MAX_SOURCE_TOKENS + 1, "cpu", "sdpa"),
+        (torch.bfloat16, 8, "cuda", "sdpa"),
+        (torch.float32, 8, "cpu", "sdpa"),
+        (torch.float32, EXPLICIT_MAX_SOURCE_TOKENS + 1, "cpu", "sdpa"),
+    ],
+)
+def test_explicit_attention_is_chosen_for_short_bf16_on_cpu_only(
+    dtype, sources, device_type, expected
+):
+    assert choose_attention(dtype, num_source_tokens=sources, device_type=device_type) == expected
+
+
+# ---- slots
+
+
+def test_uncached_slot_attends_over_the_call_alone():
+    q, k, v = qkv(2, 4, 4)
+    mask = causal_mask(4, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
+    expected = attention(q, k, v, mask=mask, scale=SCALE)
+    assert torch.equal(UncachedSlot().attend(q, k, v, mask=mask, scale=SCALE), expected)
+
+
+def test_cached_slot_attends_over_stored_and_new_tokens_of_its_own_row():
+    buffer = KVBuffer(num_rows=3, capacity=5)
+    q, k, v = qkv(1, 4, 4)
+    row = torch.tensor([1])
+    allowed = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    expected = one_query_at_a_time(q, k, v, allowed)
+    for first, last in ((0, 3), (3, 4)):
+        slot = CachedSlot(
+            buffer, rows=row, index_BT=torch.arange(first, last)[None], num_source_tokens=last
+        )
+        mask = mask_from_allowed(allowed[:, first:last, :last], impl="sdpa", dtype=torch.float32)
+        y = slot.attend(
+            q[:, first:last], k[:, first:last], v[:, first:last], mask=mask, scale=SCALE
+        )
+        torch.testing.assert_close(y, expected[:, first:last], rtol=0, atol=1e-6)
+    assert buffer.k[[0, 2]].count_nonzero() == 0
+
+
+def test_attending_twice_at_the_same_position_overwrites():
+    """A slot never advances: who calls decides where the next call writes."""
+    buffer = KVBuffer(num_rows=1, capacity=2)
+    slot = CachedSlot(
+        buffer, rows=torch.tensor([0]), index_BT=torch.tensor([[0]]), num_source_tokens=1
+    )
+    mask = mask_from_allowed(
+        torch.ones(1, 1, 1, dtype=torch.bool), impl="sdpa", dtype=torch.float32
+    )
+    for seed in (0, 1):
+        q, k, v = qkv(1, 1, 1, seed=seed)
+        slot.attend(q, k, v, mask=mask, scale=SCALE)
+    assert torch.equal(buffer.k[:, :1], k)
+    assert torch.equal(buffer.v[:, :1], v)
+    assert buffer.k[:, 1:].count_nonzero() == 0
+
+
+def test_padding_goes_to_the_bin_that_no_read_returns():
+    buffer = KVBuffer(num_rows=1, capacity=3)
+    _, k, v = qkv(1, 2, 2)
+    buffer.write(torch.tensor([0]), torch.tensor([[0, 3]]), k, v)
+    stored_k, stored_v = buffer.read(torch.tensor([0]), 3)
+    assert torch.equal(stored_k[0, 0], k[0, 0])
+    assert stored_k[0, 1:].count_nonzero() == 0
+    assert stored_v[0, 1:].count_nonzero() == 0
+
+
+def test_buffer_bytes_count_keys_values_and_the_bin():
+    buffer = KVBuffer(num_rows=2, capacity=3)
+    assert buffer.num_bytes() == 0
+    _, k, v = qkv(2, 1, 1, groups=2, width=6)
+    buffer.write(torch.tensor([0, 1]), torch.zeros(2, 1, dtype=torch.int64), k, v)
+    assert buffer.num_bytes() == 2 * (2 * (3 + 1) * 2 * 6) * 4
