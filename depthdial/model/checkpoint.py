@@ -60,8 +60,8 @@ def load_model(folder: str | Path, *, device: str = "cpu") -> LoopedLM:
 
     Raises:
         FileNotFoundError: the folder or one of its two files is missing.
-        ValueError: an unknown config key, a damaged file, or tensors that are missing, unknown or
-            of another shape; the message names them.
+        ValueError: an unknown config key, a damaged file, or tensors that are missing, unknown,
+            of another shape or not floating point; the message names them.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -118,6 +118,8 @@ def _check_tensors(
                 f"'{name}' has shape {tuple(tensors[name].shape)}, the config asks for "
                 f"{expected[name]}"
             )
+        elif not tensors[name].is_floating_point():
+            problems.append(f"'{name}' is {tensors[name].dtype}, weights are floating point")
     if problems:
         shown = "; ".join(problems[:5])
         raise ValueError(

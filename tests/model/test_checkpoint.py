@@ -1,0 +1,293 @@
+"""A model directory: written whole, read strictly, nothing unpickled."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from depthdial.config import ModelConfig, ModulationConfig
+from depthdial.model import checkpoint
+from depthdial.model.checkpoint import load_model, read_config, read_tensors, save_model
+from depthdial.model.looped_lm import LoopedLM
+
+VOCAB = 23
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+def config(**changes):
+    base = ModelConfig(
+        vocab_size=VOCAB, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
+        d_ff=24, max_context=32, max_loops=4, init_std=0.2,
+        modulation=ModulationConfig(d_cond=8, rank=2, embed_dim=8),
+    )  # fmt: skip
+    return base.replace(**changes) if changes else base
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(LoopedLM(config(), seed=1), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_tensors(folder, edit):
+    tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    edit(tensors)
+    safetensors.torch.save_file(tensors, folder / WEIGHTS)
+
+
+def edit_config(folder, **changes):
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | changes))
+
+
+def file_bytes(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def fail_as_full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+# ---- round trip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_b34_each_unique_tensor_is_stored_once(tmp_path, tied):
+    model = LoopedLM(config(tie_embeddings=tied))
+    save_model(model, tmp_path)
+    stored = safetensors.torch.load_file(tmp_path / WEIGHTS)
+    assert set(stored) == {name for name, _ in model.named_parameters()}
+    assert sum(t.numel() for t in stored.values()) == sum(p.numel() for p in model.parameters())
+    assert ("lm_head.weight" in stored) is not tied
+
+
+def test_b34_file_size_does_not_depend_on_the_loop_count(tmp_path):
+    sizes = set()
+    for max_loops in (1, 4, 64):
+        save_model(LoopedLM(config(max_loops=max_loops)), tmp_path / str(max_loops))
+        sizes.add((tmp_path / str(max_loops) / WEIGHTS).stat().st_size)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("update", ["replace", "delta", "adaptive_delta"])
+def test_b34_loaded_model_gives_bit_equal_logits(tmp_path, tied, update):
+    model = LoopedLM(config(tie_embeddings=tied, **{"loop.update": update}), seed=2)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path)
+    tokens = torch.arange(10).view(2, 5)
+    assert loaded.config == model.config
+    for num_loops in (1, 4):
+        assert torch.equal(loaded(tokens, num_loops=num_loops), model(tokens, num_loops=num_loops))
+
+
+def test_b34_second_save_is_byte_equal(folder, tmp_path):
+    save_model(load_model(folder), tmp_path / "again")
+    assert file_bytes(tmp_path / "again") == file_bytes(folder)
+
+
+def test_loaded_tied_embedding_is_one_parameter_that_trains(tmp_path):
+    save_model(LoopedLM(config(tie_embeddings=True)), tmp_path)
+    loaded = load_model(tmp_path)
+    loaded(torch.arange(4)[None], num_loops=2).sum().backward()
+    assert loaded.embedding.weight.grad is not None
+    assert all(p.requires_grad and p.device.type == "cpu" for p in loaded.parameters())
+
+
+def test_weights_keep_their_dtype(tmp_path):
+    save_model(LoopedLM(config()).to(torch.bfloat16), tmp_path)
+    assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
+
+
+def test_a_grafted_model_comes_back_with_its_modulation(tmp_path):
+    model = LoopedLM(config(modulation=None))
+    model.graft_modulation(ModulationConfig(d_cond=8, rank=2, embed_dim=8), seed=3)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], t) for name, t in model.state_dict().items())
+
+
+# ---- strict reading
+
+
+def test_unknown_tensor_is_named_with_the_nearest(folder):
+    edit_tensors(folder, lambda t: t.update({"embeddings.weight": t["embedding.weight"].clone()}))
+    with pytest.raises(
+        ValueError, match=r"unknown tensor 'embeddings.weight' \(nearest: 'embedding.weight'\)"
+    ):
+        load_model(folder)
+
+
+def test_missing_tensor_is_named(folder):
+    edit_tensors(folder, lambda t: t.pop("state_update.gamma"))
+    with pytest.raises(ValueError, match="missing tensor 'state_update.gamma'"):
+        load_model(folder)
+
+
+def test_tensor_of_another_shape_is_named_with_both_shapes(folder):
+    edit_tensors(folder, lambda t: t.update({"final_norm.weight": torch.ones(15)}))
+    with pytest.raises(
+        ValueError, match=r"'final_norm.weight' has shape \(15,\), the config asks for \(16,\)"
+    ):
+        load_model(folder)
+
+
+def test_many_misfits_are_counted_and_the_first_shown(folder):
+    edit_config(folder, modulation=None)
+    with pytest.raises(ValueError, match=r"24 tensors do not fit the config") as error:
+        load_model(folder)
+    assert str(error.value).count("unknown tensor") == 5
+
+
+def test_integer_weights_are_refused_by_name(folder):
+    edit_tensors(folder, lambda t: t.update({"final_norm.weight": torch.ones(16).long()}))
+    with pytest.raises(ValueError, match=r"'final_norm.weight' is torch.int64"):
+        load_model(folder)
+
+
+def test_unknown_config_key_is_named_with_the_nearest(folder):
+    edit_config(folder, max_loop=4)
+    with pytest.raises(ValueError, match=r"unknown key 'max_loop'. Did you mean 'max_loops'\?"):
+        load_model(folder)
+
+
+def test_config_that_is_no_json_is_refused(folder):
+    (folder / CONFIG).write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load_model(folder)
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("keep_frac", [0.0, 0.001, 0.1, 0.5, 0.999])
+def test_truncated_weights_are_refused(folder, keep_frac):
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: int(len(data) * keep_frac)])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        load_model(folder)
+
+
+def test_bytes_after_the_weights_are_refused(folder):
+    with (folder / WEIGHTS).open("ab") as file:
+        file.write(b"\0" * 8)
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        load_model(folder)
+
+
+def test_any_flipped_byte_of_the_header_is_refused_or_harmless(folder):
+    """A flip may rename a tensor, change a shape or an offset, or break the JSON."""
+    original = (folder / WEIGHTS).read_bytes()
+    expected = load_model(folder).state_dict()
+    header_bytes = 8 + struct.unpack("<Q", original[:8])[0]
+    refused = 0
+    for position in [*range(8), *range(8, header_bytes, 41)]:
+        for flip in (0xFF, 0x01):
+            damaged = bytearray(original)
+            damaged[position] ^= flip
+            (folder / WEIGHTS).write_bytes(bytes(damaged))
+            try:
+                loaded = load_model(folder).state_dict()
+            except ValueError:
+                refused += 1
+            else:
+                assert all(torch.equal(loaded[name], t) for name, t in expected.items()), position
+    assert refused > header_bytes // 41
+
+
+def test_missing_folder_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a model directory: it has no config.json"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_missing_weights_are_refused(folder):
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(FileNotFoundError, match="no model.safetensors in"):
+        load_model(folder)
+
+
+def test_config_alone_can_be_read(folder):
+    (folder / WEIGHTS).unlink()
+    assert read_config(folder) == config()
+
+
+# ---- pickles
+
+
+class Bomb:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", WEIGHTS])
+def test_a_pickle_is_never_opened_whatever_its_name(folder, tmp_path, name):
+    mark = tmp_path / "unpickled"
+    (folder / WEIGHTS).unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(mark)))
+    with pytest.raises((FileNotFoundError, ValueError)):
+        load_model(folder)
+    assert not mark.exists()
+
+
+def test_a_folder_with_pickled_weights_only_says_that_they_are_not_opened(folder):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pickle files \(.bin, .pt\) are never opened"):
+        load_model(folder)
+
+
+# ---- failed saves
+
+
+def failing_weights(monkeypatch):
+    monkeypatch.setattr(safetensors.torch, "save_file", fail_as_full)
+
+
+def failing_config(monkeypatch):
+    original = Path.write_text
+
+    def write_text(self, *args, **kwargs):
+        return fail_as_full() if CONFIG in self.name else original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+
+
+@pytest.mark.parametrize("failing", [failing_weights, failing_config])
+def test_a_failed_save_leaves_the_old_model_untouched(folder, monkeypatch, failing):
+    before = file_bytes(folder)
+    failing(monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        save_model(LoopedLM(config(max_loops=8), seed=9), folder)
+    assert file_bytes(folder) == before
+
+
+def test_a_save_over_an_older_model_replaces_both_files(folder):
+    other = LoopedLM(config(max_loops=8), seed=9)
+    save_model(other, folder)
+    assert sorted(file_bytes(folder)) == [CONFIG, WEIGHTS]
+    loaded = load_model(folder)
+    assert loaded.config.max_loops == 8
+    assert torch.equal(loaded.embedding.weight, other.embedding.weight)
+
+
+def test_tensors_are_written_beside_and_renamed(tmp_path, monkeypatch):
+    """A reader never meets a half-written file under the final name."""
+    seen = []
+    original = safetensors.torch.save_file
+
+    def watched(tensors, path, **kwargs):
+        seen.append(Path(path).name)
+        original(tensors, path, **kwargs)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", watched)
+    checkpoint.write_tensors({"a": torch.ones(2)}, tmp_path / WEIGHTS)
+    assert seen and WEIGHTS not in seen
+    assert torch.equal(read_tensors(tmp_path / WEIGHTS)["a"], torch.ones(2))
