@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 
 from depthdial.config import Recipe
 from depthdial.data.packing import DataState, iterate_batches
@@ -232,9 +231,7 @@ def _advance(
     tokens = recipe.train.batch_size * recipe.data.context
     per_slice = tokens / len(loops)
     flops = sum(
-        flops_per_token(
-            session.model.config, k, context=recipe.data.context, training=True
-        ).total
+        flops_per_token(session.model.config, k, context=recipe.data.context, training=True).total
         * per_slice
         for k in loops
     )
@@ -285,9 +282,7 @@ def _validate(session: _Session, loss_module: LossModule) -> dict[str, Any]:
     return {"step": session.progress.step, "tokens": session.progress.tokens, **losses}
 
 
-def _write(
-    record: dict[str, Any], run: RunDir, tracker: Any, observer: TrainObserver
-) -> None:
+def _write(record: dict[str, Any], run: RunDir, tracker: Any, observer: TrainObserver) -> None:
     run.append_metrics(record)
     tracker.log(record)
     observer.record(record)
