@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -161,10 +162,14 @@ def _check_request(
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {row} is empty; give at least one token.")
-        wrong = [token for token in prompt if not 0 <= token < config.vocab_size]
+        wrong = [
+            token
+            for token in prompt
+            if not isinstance(token, Integral) or not 0 <= token < config.vocab_size
+        ]
         if wrong:
             raise ValueError(
-                f"prompt {row} has token id {wrong[0]}; the model knows "
+                f"prompt {row} has token id {wrong[0]!r}; the model knows "
                 f"0..{config.vocab_size - 1}. Was it made with another tokenizer?"
             )
         if len(prompt) + max_new_tokens > config.max_context:

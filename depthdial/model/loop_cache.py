@@ -12,12 +12,12 @@ Letters: B batch, T query tokens, S source tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from depthdial.config import CachePolicy, ModelConfig
+from depthdial.config import CachePolicy, ModelConfig, nearest_name
 from depthdial.layers.state import CachedSlot, KVBuffer
 from depthdial.model.schedule import NumLoops
 
@@ -71,6 +71,11 @@ class LoopCache:
         if batch_size < 1 or capacity < 1:
             raise ValueError(
                 f"a cache needs batch_size >= 1 and capacity >= 1, got {batch_size}, {capacity}."
+            )
+        if policy is not None and policy not in get_args(CachePolicy):
+            raise ValueError(
+                f"unknown cache policy '{policy}'."
+                f"{nearest_name(policy, list(get_args(CachePolicy)))}"
             )
         self.policy: CachePolicy = config.loop.cache_policy if policy is None else policy
         self.batch_size = batch_size

@@ -95,7 +95,9 @@ class LoopConditioning(nn.Module):
 
     @contextmanager
     def tabulated(self) -> Iterator[None]:
-        """Compute each (loop, budget) once while the block runs; weights must not change."""
+        """Compute each (loop, budget) once, without gradient, while the block runs; weights must
+        not change.
+        """
         yield
 
     def _bypass(self, loop_idx: int) -> Tensor | None:
@@ -135,8 +137,7 @@ class ELRModulation(LoopConditioning):
     def tabulated(self) -> Iterator[None]:
         self._table = {}
         try:
-            with torch.no_grad():
-                yield
+            yield
         finally:
             self._table = None
 
@@ -176,8 +177,9 @@ class ELRModulation(LoopConditioning):
         if self._table is None:
             return self._compute(loop_idx, budgets)
         missing = tuple(k for k in budgets if (loop_idx, k) not in self._table)
-        for k in missing:
-            self._table[loop_idx, k] = self._compute(loop_idx, (k,))
+        with torch.no_grad():
+            for k in missing:
+                self._table[loop_idx, k] = self._compute(loop_idx, (k,))
         if len(budgets) == 1:
             return self._table[loop_idx, budgets[0]]
         rows = [self._table[loop_idx, k] for k in budgets]

@@ -264,7 +264,7 @@ def test_an_empty_prompt_is_refused_by_its_row(model):
     refused(model, [[1], []], message="prompt 1 is empty; give at least one token")
 
 
-@pytest.mark.parametrize("bad", [-1, VOCAB, 10**6])
+@pytest.mark.parametrize("bad", [-1, VOCAB, 10**6, 1.5])
 def test_an_unknown_id_is_refused_with_the_known_range(model, bad):
     refused(
         model, [[1], [2, bad]], message=rf"prompt 1 has token id {bad}; the model knows 0\.\.28"
@@ -277,6 +277,15 @@ def test_a_request_beyond_the_context_is_refused_with_both_lengths(model):
         [[1], [1] * 40],
         max_new_tokens=9,
         message="prompt 1 has 40 tokens and asks for 9 more; the model's context is 48",
+    )
+
+
+def test_an_unknown_cache_policy_is_refused_with_the_nearest(model):
+    refused(
+        model,
+        PROMPTS,
+        cache_policy="per_loops",
+        message="unknown cache policy 'per_loops'. Did you mean 'per_loop'",
     )
 
 

@@ -225,6 +225,14 @@ def test_a_table_is_computed_once_per_pass_and_budget(monkeypatch):
     assert len(computed) == len(set(computed)) == K * (K + 1) // 2
 
 
+@pytest.mark.parametrize("has_modulation", [True, False])
+def test_a_table_leaves_the_gradient_mode_of_its_block_alone(has_modulation):
+    conditioning = random_modulation() if has_modulation else LoopConditioning(LoopConfig())
+    with conditioning.tabulated():
+        assert torch.is_grad_enabled()
+        assert not any(t.requires_grad for t in leaves(conditioning.for_loop(1, 2).update))
+
+
 def test_the_table_is_gone_after_the_block():
     modulation = random_modulation()
     with modulation.tabulated():
