@@ -6,6 +6,7 @@ import torch
 from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.engine.generate import Generation, generate
 from depthdial.engine.sampling import Sampling
+from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
 VOCAB, K, CONTEXT = 29, 4, 48
@@ -69,6 +70,31 @@ def test_rows_of_mixed_lengths_and_depths_equal_solo_rows(model, policy):
     together = generate(model, PROMPTS, num_loops=DEPTHS, **settings)
     for row, (prompt, depth) in enumerate(zip(PROMPTS, DEPTHS, strict=True)):
         assert generate(model, [prompt], num_loops=depth, **settings) == together[row : row + 1]
+
+
+def test_collapse_last_collapses_at_the_end_of_the_prompt(model):
+    """Driven by hand: the prompt, then `end_prompt`, then token by token."""
+    for prompt in PROMPTS:
+        cache = LoopCache(model.config, batch_size=1, capacity=20, policy="collapse_last")
+        expected, call = [], prompt
+        with torch.no_grad():
+            while len(expected) < 10:
+                logits = model(torch.tensor([call]), num_loops=4, cache=cache)
+                cache.end_prompt()
+                expected.append(int(logits[0, -1].argmax()))
+                call = expected[-1:]
+        settings = {"num_loops": 4, "max_new_tokens": 10}
+        result = generate(model, [prompt], cache_policy="collapse_last", **settings)
+        assert ids(result) == [expected]
+
+
+def test_collapse_last_differs_from_per_loop(model):
+    collapsed, exact = (
+        ids(generate(model, PROMPTS, num_loops=4, max_new_tokens=12, cache_policy=policy))
+        for policy in ("collapse_last", "per_loop")
+    )
+    assert collapsed != exact
+    assert [row[0] for row in collapsed] == [row[0] for row in exact]
 
 
 @pytest.mark.parametrize("policy", ["per_loop", "collapse_last"])

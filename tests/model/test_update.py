@@ -130,10 +130,10 @@ def test_bf16_states_move_in_fp32_and_are_rounded_once():
     """In bf16 arithmetic the difference and the product would each be rounded on the way."""
     generator = torch.Generator().manual_seed(0)
     prev, candidate = torch.randn(2, 1, 1, 2000, generator=generator).to(torch.bfloat16)
-    rate = torch.rand(2000, generator=generator).to(torch.bfloat16)
+    rate = torch.rand(2000, generator=generator)
     moved = UPDATES["delta"](prev, candidate, prev, GateParams(rate=rate), NO_MOD)
     exact = prev.double() + rate.double() * (candidate.double() - prev.double())
-    rounded_on_the_way = prev + rate * (candidate - prev)
+    rounded_on_the_way = prev + rate.to(torch.bfloat16) * (candidate - prev)
     assert (moved == exact.to(torch.bfloat16)).float().mean() > 0.99
     assert (rounded_on_the_way == exact.to(torch.bfloat16)).float().mean() < 0.9
 
