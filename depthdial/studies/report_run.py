@@ -39,8 +39,8 @@ from depthdial.train.sources import VALIDATION_SEED, prepared_folder
 # Stated before anything is measured: differences inside it count as equal.
 MARGIN_NATS = 0.01
 BOOTSTRAP_SEED = 0
-POINTER_ROWS = 512
-POINTER_MAX_DEPTH = 12
+POINTER_ROWS = 1024
+POINTER_MAX_DEPTH = 16
 LOOPS_BEYOND = 2
 SAMPLE_PROMPTS, SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 2, 24, 48
 TIMING_NOTE = (
