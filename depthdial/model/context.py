@@ -32,11 +32,13 @@ class ForwardContext:
         positions_BT: rotary positions, restarting at 0 in each document unless given.
         mask: causality, padding and documents.
         rotary: cosines and sines of the positions.
+        dtype: of matrix products; the state itself keeps its own.
     """
 
     positions_BT: Tensor
     mask: AttentionMask
     rotary: RotaryTable
+    dtype: torch.dtype
 
     def narrow(self, rows: Tensor) -> ForwardContext:
         """Keep some rows of the batch."""
@@ -107,7 +109,7 @@ def build_context(
         theta=config.rope_theta,
         dtype=dtype,
     )
-    return ForwardContext(positions_BT, mask, rotary), call
+    return ForwardContext(positions_BT, mask, rotary, dtype), call
 
 
 def _allowed_in_call(

@@ -38,7 +38,9 @@ class SublayerModulation(NamedTuple):
 
 
 class Sublayer(nn.Module):
-    """y = x + gain * mixer(modulate(norm(x))), pre-norm.
+    """y = x + gain * mixer(x_hat), x_hat = low_rank_path(scale * norm(x) + shift); pre-norm.
+
+    Without modulation y = x + mixer(norm(x)).
 
     Args: norm, mixer: modules; takes_slot: the mixer is called with slot, mask and rotary table.
     """
@@ -58,9 +60,14 @@ class Sublayer(nn.Module):
         ctx: ForwardContext | None,
     ) -> Tensor:
         """Returns: the next residual stream [B, T, D]."""
-        u_BTD = self.norm(x_BTD)
-        if mod is not None:
-            u_BTD = modulate(u_BTD, mod)
+        # Cast once, to the dtype of the matrix products that read it: autocast would cast it again
+        # for each of them, and the low-rank path would move twice the bytes.
+        dtype = x_BTD.dtype if ctx is None else ctx.dtype
+        if mod is None:
+            u_BTD = self.norm(x_BTD).to(dtype)
+        else:
+            shifted_BTD = self.norm(x_BTD, scale=mod.scale) + mod.shift
+            u_BTD = low_rank_path(shifted_BTD.to(dtype), mod)
         if self.takes_slot:
             assert slot is not None and ctx is not None, "a token mixer needs a slot and a context"
             branch_BTD = self.mixer(u_BTD, slot=slot, mask=ctx.mask, rotary=ctx.rotary)
@@ -69,11 +76,11 @@ class Sublayer(nn.Module):
         return x_BTD + (branch_BTD if mod is None else mod.gain * branch_BTD)
 
 
-def modulate(u_BTD: Tensor, mod: SublayerModulation) -> Tensor:
-    """x_tilde = scale * u + shift, then x_tilde + A (g * B x_tilde). Source: ELR section 3.4."""
-    u_BTD = mod.scale * u_BTD + mod.shift
-    low_rank_BTR = mod.low_rank_gain * F.linear(u_BTD, mod.down_RD)
-    return u_BTD + F.linear(low_rank_BTR, mod.up_DR)
+def low_rank_path(x_tilde_BTD: Tensor, mod: SublayerModulation) -> Tensor:
+    """x_hat = x_tilde + A (g * B x_tilde). Source: ELR section 3.4."""
+    low_rank_BTR = F.linear(x_tilde_BTD, mod.down_RD)
+    low_rank_BTR = (mod.low_rank_gain * low_rank_BTR).to(low_rank_BTR.dtype)
+    return x_tilde_BTD + F.linear(low_rank_BTR, mod.up_DR)
 
 
 class Stack(nn.ModuleList):

@@ -15,7 +15,7 @@ from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.layers.primitives import RMSNorm
 from depthdial.model.looped_lm import enter
 from depthdial.model.modulation import ELRModulation
-from depthdial.model.sublayer import Sublayer, modulate
+from depthdial.model.sublayer import Sublayer, low_rank_path
 from depthdial.model.update import (
     UPDATES,
     GateParams,
@@ -123,9 +123,9 @@ def assert_close(ours: Tensor, reference: Tensor) -> None:
 def test_one_modulated_sublayer_matches(vectors):
     toy = Toy(vectors)
     mod = toy.modulation.loop_from_condition(vectors["c"][2, 3][None], 1).sublayers[0]
-    normed = toy.core[0].norm(vectors["sub.x"])
-    assert_close(mod.scale * normed + mod.shift, vectors["sub.x_tilde"])
-    x_hat = modulate(normed, mod)
+    x_tilde = toy.core[0].norm(vectors["sub.x"], scale=mod.scale) + mod.shift
+    assert_close(x_tilde, vectors["sub.x_tilde"])
+    x_hat = low_rank_path(x_tilde, mod)
     assert_close(x_hat, vectors["sub.x_hat"])
     assert_close(toy.core[0].mixer(x_hat), vectors["sub.f"])
     assert_close(toy.core[0](vectors["sub.x"], mod=mod, slot=None, ctx=None), vectors["sub.y"])
