@@ -92,7 +92,7 @@ class LoopConfig(StrictConfig):
     """What happens to the state between two passes of the core."""
 
     update: UpdateName = "adaptive_delta"
-    """State update after each loop (ELR section 3): replace is the non-looped network at one loop."""
+    """State update after each loop (ELR section 3); replace at one loop is the plain network."""
     reinject: bool = False
     """Add the prelude output to the state before each loop."""
     delta_init: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
@@ -102,7 +102,7 @@ class LoopConfig(StrictConfig):
     cache_policy: CachePolicy = "per_loop"
     """Which keys and values persist between calls; per_loop is exact."""
     beyond_max_loops: Literal["refuse", "extrapolate"] = "refuse"
-    """What generation does with more loops than max_loops; sweeps always extrapolate and mark it."""
+    """What generation does beyond max_loops; sweeps always extrapolate, and mark it."""
 
     @model_validator(mode="after")
     def _delta_init_has_effect(self) -> Self:

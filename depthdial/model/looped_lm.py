@@ -7,8 +7,8 @@ Letters: B batch, T query tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -71,6 +71,11 @@ class LoopedLM(nn.Module):
         self.final_norm = RMSNorm(config.d_model, config.norm_eps)
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.num_slots: dict[Block, int] = {
+            "prelude": num_slots(config.prelude_layout),
+            "core": num_slots(config.core_layout),
+            "coda": num_slots(config.coda_layout),
+        }
         init_weights(self, seed=seed)
 
     def forward(
@@ -143,10 +148,8 @@ class LoopedLM(nn.Module):
             padding_mask_BT=padding_mask_BT,
             document_ids_BT=document_ids_BT,
         )
-        binding = SlotBinding(cache, call)
-        h_in_BTD = self.prelude(
-            self.embed(tokens_BT), slots=binding.slots(self, "prelude"), ctx=ctx
-        )
+        binding = SlotBinding(cache, call, self.num_slots)
+        h_in_BTD = self.prelude(self.embed(tokens_BT), slots=binding.slots("prelude"), ctx=ctx)
         if initial_state_BTD is not None and initial_state_BTD.shape != h_in_BTD.shape:
             raise ValueError(
                 f"initial_state_BTD has shape {tuple(initial_state_BTD.shape)}, but the prelude "
@@ -161,7 +164,7 @@ class LoopedLM(nn.Module):
             on_loop=on_loop,
         )
         mods = self.modulation.for_coda(num_loops)
-        x_BTD = self.coda(state_BTD, mods=mods, slots=binding.slots(self, "coda"), ctx=ctx)
+        x_BTD = self.coda(state_BTD, mods=mods, slots=binding.slots("coda"), ctx=ctx)
         if cache is not None and call is not None:
             cache.advance(call)
         return x_BTD
@@ -239,7 +242,7 @@ class LoopedLM(nn.Module):
                 state_BTD,
                 h_in_BTD,
                 mod=self.modulation.for_loop(visit.loop_idx, visit.num_loops),
-                slots=binding.slots(self, "core", loop_idx=visit.loop_idx, rows=visit.rows),
+                slots=binding.slots("core", loop_idx=visit.loop_idx, rows=visit.rows),
                 carry=carry,
                 ctx=ctx,
             )
@@ -283,29 +286,30 @@ class LoopedLM(nn.Module):
         """
         if self.config.modulation is not None:
             raise ValueError("this model has a modulation already; it can be grafted once.")
-        self.config = self.config.replace(modulation=config)
-        modulation = make_conditioning(self.config).to(self.embedding.weight)
-        self.modulation = modulation
-        _init_module(modulation, "modulation", self.config, seed=seed)
+        grafted = self.config.replace(modulation=config)
+        modulation = make_conditioning(grafted).to(self.embedding.weight)
+        _init_module(modulation, "modulation", grafted, seed=seed)
+        self.config, self.modulation = grafted, modulation
 
 
 class SlotBinding:
-    """The slots of one call: the cache's, or storeless ones without a cache."""
+    """The slots of one call: the cache's, or storeless ones without a cache.
 
-    def __init__(self, cache: LoopCache | None, call: CacheCall | None) -> None:
+    Args: num_slots: token mixers in each block.
+    """
+
+    def __init__(
+        self, cache: LoopCache | None, call: CacheCall | None, num_slots: dict[Block, int]
+    ) -> None:
         self.cache = cache
         self.call = call
+        self.num_slots = num_slots
 
     def slots(
-        self, model: LoopedLM, block: Block, *, loop_idx: int = 0, rows: Tensor | None = None
+        self, block: Block, *, loop_idx: int = 0, rows: Tensor | None = None
     ) -> tuple[KVSlot, ...]:
         """One slot per token mixer of the block."""
-        layouts = {
-            "prelude": model.prelude_stack.layout,
-            "core": model.core_stack.layout,
-            "coda": model.coda_stack.layout,
-        }
-        count = num_slots(layouts[block])
+        count = self.num_slots[block]
         if self.cache is None or self.call is None:
             return (UncachedSlot(),) * count
         return self.cache.slots(block, count, loop_idx=loop_idx, rows=rows, call=self.call)
@@ -363,6 +367,8 @@ def _init_parameter(parameter: nn.Parameter, name: str, config: ModelConfig, *, 
         std = config.init_std / math.sqrt(sum(config.split))
     else:
         std = config.init_std
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF) ^ seed)
+    # Hashed, because torch's CPU generator reads only 32 bits of a seed.
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
     values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std
     parameter.copy_(values)

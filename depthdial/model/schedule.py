@@ -1,7 +1,7 @@
-"""Which part of the core loops, how many times, and for which rows of a batch.
+"""How many times the core runs, and for which rows of a batch.
 
-The core is a list of segments, each looped k times; today every model has one segment, the
-whole core. The number of loops is checked here, once, for every caller.
+The whole core loops as one segment; schedules of several segments belong here too. The number
+of loops is checked here, once, for every caller.
 """
 
 from __future__ import annotations
@@ -13,20 +13,6 @@ import torch
 from torch import Tensor
 
 from depthdial.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Core sublayers [first, last) that loop together."""
-
-    first: int
-    last: int
-
-
-def core_segments(config: ModelConfig) -> tuple[Segment, ...]:
-    """The looped segments of a model's core."""
-    return (Segment(0, len(config.core_layout)),)
-
 
 NumLoops = int | Tensor
 

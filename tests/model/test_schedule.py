@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from depthdial.model.presets import preset
 from depthdial.model.schedule import (
-    Segment,
     allowed_num_loops,
     check_num_loops,
-    core_segments,
     visits,
 )
 
@@ -77,10 +75,6 @@ def test_the_model_decides_about_depths_beyond_training():
         allowed_num_loops(config, 5, batch_size=2)
     extrapolating = config.replace(**{"loop.beyond_max_loops": "extrapolate"})
     assert allowed_num_loops(extrapolating, 5, batch_size=2) == 5
-
-
-def test_the_whole_core_is_one_segment():
-    assert core_segments(preset("toy")) == (Segment(0, 4),)
 
 
 # ---- visits
