@@ -1,3 +1,56 @@
-"""Depthdial: elastic-depth looped language models, one set of weights for every loop count."""
+"""Depthdial: elastic-depth looped language models, one set of weights for every loop count.
+
+    model = depthdial.load("runs/tiny-text")
+    model.generate("Fellow citizens", num_loops=2)
+    depthdial.train("tiny-text", train__steps=200)
+    depthdial.sweep(model, "speeches.txt")
+
+Names are imported when first used: `import depthdial` is quick and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from depthdial import train as _train_package
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "Completion": "depthdial.api",
+    "DepthSweep": "depthdial.eval.depth_sweep",
+    "Model": "depthdial.api",
+    "ModelConfig": "depthdial.config",
+    "Recipe": "depthdial.config",
+    "TrainResult": "depthdial.train.pretrain",
+    "load": "depthdial.api",
+    "sweep": "depthdial.api",
+}
+
+__all__ = [*_NAMES, "train", "__version__"]
+
+
+class _CallablePackage(ModuleType):
+    """`depthdial.train` is a package and, by the front door, a function.
+
+    Importing any `depthdial.train.*` binds the package to that name, so a plain function there
+    would vanish with the first such import (the fault kind of faults.md B60).
+    """
+
+    def __call__(self, recipe: Any, **options: Any) -> Any:
+        return import_module("depthdial.api").train(recipe, **options)
+
+
+_train_package.__class__ = _CallablePackage
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module 'depthdial' has no attribute '{name}'")
+    return getattr(import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

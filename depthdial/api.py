@@ -1,0 +1,414 @@
+"""The Python front door: open a model, generate text, train a recipe, measure the depth curve.
+
+Here text meets token ids: everything below speaks ids only. What a command prints is in
+`cli.py`. Torch is imported by the functions that need it, so that a recipe can be read, checked
+and refused at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from depthdial.config import CachePolicy, ModelConfig, Recipe, nearest_name
+
+if TYPE_CHECKING:
+    from depthdial.data.documents import Document
+    from depthdial.data.shards import TokenDocument
+    from depthdial.data.synthetic import PointerPrograms
+    from depthdial.data.tokenizer import Tokenizer
+    from depthdial.engine.generate import Generation
+    from depthdial.eval.depth_sweep import DepthSweep
+    from depthdial.model.looped_lm import LoopedLM
+    from depthdial.train.pretrain import TrainResult
+    from depthdial.train.progress import TrainObserver
+
+RECIPES = Path(__file__).parent / "recipes"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+DATA_SOURCES = ("data.path", "data.corpus", "data.task")
+POINTER_ROWS = 512
+"""Pointer programs that a sweep solves."""
+DEFAULT_NEW_TOKENS = 64
+LOOPS_BEYOND_TRAINING = 2
+"""Loop counts above the trained ones that a sweep measures unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation.
+
+    Fields:
+        text: without the prompt, without the stop text.
+        num_loops: passes of the core for every token.
+        finish_reason: `stop` (end-of-text token or stop text) or `length`.
+        prompt_tokens, completion_tokens: tokens read and tokens generated.
+    """
+
+    text: str
+    num_loops: int
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A looped language model with its tokenizer: text in, text out."""
+
+    looped_lm: LoopedLM
+    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> ModelConfig:
+        """Configuration of the model."""
+        return self.looped_lm.config
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        num_loops: int | Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        cache_policy: CachePolicy | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt.
+
+        Args:
+            prompts: one text or several; several run as one batch.
+            num_loops: for all prompts, or one per prompt, each >= 1; None for the config's.
+            max_new_tokens: most tokens per prompt, >= 1; None for 64, or for what is left of the
+                context after the longest prompt if that is less.
+            temperature: 0 is greedy; larger is flatter.
+            top_k: keep this many most likely tokens; 0 keeps all.
+            top_p: keep the most likely tokens up to this probability, in (0, 1].
+            min_p: drop tokens below this fraction of the most likely one, in [0, 1].
+            seed: equal seeds give equal text; no effect at temperature 0.
+            stop: texts that end a continuation; they are cut off.
+            cache_policy: None for the config's.
+
+        Returns: one `Completion` per prompt, in order; a list also for a single prompt.
+        Raises: ValueError for an empty prompt, a loop count the model refuses, a number out of
+            range, or more tokens than the model's context.
+        """
+        from depthdial.engine.generate import generate
+        from depthdial.engine.sampling import Sampling
+
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        stop_texts = [stop] if isinstance(stop, str) else list(stop)
+        if "" in stop_texts:
+            raise ValueError("a stop text is empty, which would end every text at once; remove it.")
+        prompt_ids = self.tokenizer.encode_batch(texts)
+        if max_new_tokens is None:
+            room = self.config.max_context - max(map(len, prompt_ids), default=0)
+            max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
+        results = generate(
+            self.looped_lm,
+            prompt_ids,
+            num_loops=self.config.num_loops if num_loops is None else num_loops,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+            ),
+            stop_ids=() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,),
+            cache_policy=cache_policy,
+        )
+        return [_completion(self.tokenizer, result, stop_texts) for result in results]
+
+
+def load(path_or_id: str | Path, *, device: str = "cpu") -> Model:
+    """Open a model with its tokenizer.
+
+    Args:
+        path_or_id: a model directory; a checkpoint folder; a run folder, which means its newest
+            intact checkpoint; or, if there is nothing at that path, a hub id `org/name`.
+        device: torch device name.
+
+    Raises: FileNotFoundError or ValueError saying what is missing or damaged.
+    """
+    from depthdial.data.tokenizer import Tokenizer
+    from depthdial.model.checkpoint import load_model
+
+    folder = model_folder(path_or_id)
+    return Model(load_model(folder, device=device), Tokenizer.from_dir(folder))
+
+
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    root: str | Path = "runs",
+    observer: TrainObserver | None = None,
+    **overrides: Any,
+) -> TrainResult:
+    """Train a recipe into a new folder root/name.
+
+        depthdial.train("tiny-text", train__steps=200, model__loop__update="delta")
+
+    Args:
+        recipe: name of a shipped recipe, a YAML or JSON file, or a `Recipe`.
+        root: folder that holds the runs.
+        observer: is told about every metrics record; None is silent.
+        overrides: recipe keys with `__` in place of each dot. Naming one of data.path,
+            data.corpus and data.task replaces the recipe's source of data.
+
+    Returns: folder of the run and whether it finished, or was stopped and saved.
+    Raises: ValueError for an unknown key (with the nearest name), a value out of range, or a run
+        that exists.
+    """
+    from depthdial.train import pretrain
+
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    return pretrain.train(load_recipe(recipe, dotted), root=root, observer=observer)
+
+
+def sweep(
+    model: Model | str | Path,
+    data: str | Path | Sequence[str] | Sequence[Path] | PointerPrograms,
+    *,
+    loops: Sequence[int] | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    rows_per_forward: int = 16,
+    precision: Literal["fp32", "bf16"] = "fp32",
+) -> DepthSweep:
+    """Loss of every document at every loop count.
+
+    Args:
+        model: a `Model`, or what `load` takes.
+        data: a prepared folder (its validation split); a text file or a folder of them; a list of
+            such paths as `Path`; a list of texts; or pointer programs, for a model of them.
+        loops: loop counts; None for 1 .. max_loops + 2. Those above max_loops are outside training.
+        context: tokens that predict one another; None for the model's max_context.
+        stride: new tokens per window after a document's first; None for no overlap.
+        rows_per_forward: windows computed at once; changes memory, not results.
+        precision: of the matrix products.
+
+    context and stride have no effect on pointer programs: each row is one program.
+
+    Raises: ValueError or FileNotFoundError, also for text without any token and for a folder
+        prepared with another tokenizer.
+    """
+    from depthdial.data.synthetic import PointerPrograms
+    from depthdial.eval.depth_sweep import sweep_documents, sweep_pointer_programs
+
+    if not isinstance(model, Model):
+        model = load(model)
+    loops = default_loops(model.config) if loops is None else loops
+    if isinstance(data, PointerPrograms):
+        return sweep_pointer_programs(
+            model.looped_lm, data, loops=loops, num_rows=POINTER_ROWS, precision=precision
+        )
+    if model.tokenizer.eos_id is None:
+        raise ValueError(
+            "this model's tokenizer has no end-of-text token, so it is not a model of documents. "
+            "Text can be swept with a model that was trained on text."
+        )
+    return sweep_documents(
+        model.looped_lm,
+        token_documents(data, model.tokenizer),
+        loops=loops,
+        context=model.config.max_context if context is None else context,
+        stride=stride,
+        rows_per_forward=rows_per_forward,
+        precision=precision,
+        start_id=model.tokenizer.eos_id,
+    )
+
+
+def default_loops(config: ModelConfig) -> list[int]:
+    """Loop counts of a sweep: all trained ones and two beyond, which are marked as such."""
+    return list(range(1, config.max_loops + LOOPS_BEYOND_TRAINING + 1))
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def recipe_file(name: str) -> Path:
+    """File of a shipped recipe. Raises ValueError with the nearest name."""
+    if name not in recipe_names():
+        known = nearest_name(name, recipe_names())
+        raise ValueError(f"'{name}' is neither a recipe file nor a shipped recipe.{known}")
+    return RECIPES / f"{name}.yaml"
+
+
+def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A checked recipe with some keys replaced.
+
+    Args:
+        recipe: name of a shipped recipe, a YAML or JSON file, or a `Recipe`.
+        overrides: dotted key -> value of plain JSON types.
+
+    Raises: ValueError naming every wrong key or value; FileNotFoundError.
+    """
+    changes = dict(overrides or {})
+    named = [key for key in DATA_SOURCES if changes.get(key) is not None]
+    if named:
+        # A recipe has one source of data; naming another one replaces it.
+        for key in (*DATA_SOURCES, "data.tokenizer_vocab"):
+            if key != "data.tokenizer_vocab" or "data.corpus" not in named:
+                changes.setdefault(key, None)
+    if not isinstance(recipe, Recipe):
+        recipe = _read_recipe(recipe)
+    return recipe.replace(**changes) if changes else recipe
+
+
+def model_folder(path_or_id: str | Path) -> Path:
+    """The model directory that a path or hub id stands for; see `load`."""
+    from depthdial.train.run_dir import CHECKPOINT_NAME, RunDir
+    from depthdial.train.sealed_folder import problem_of
+
+    path = Path(path_or_id)
+    if not path.exists():
+        return _from_hub(str(path_or_id))
+    run = RunDir(path)
+    if run.checkpoints_path.is_dir():
+        return run.latest_checkpoint().path
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    if match and path.parent.name == "checkpoints":
+        problem = problem_of(path, step=int(match[1]))
+        if problem is not None:
+            raise ValueError(
+                f"checkpoint {path} cannot be used: {problem}. Give the run folder "
+                f"{path.parent.parent} to use its newest intact checkpoint."
+            )
+    return path
+
+
+def token_documents(
+    data: str | Path | Sequence[str] | Sequence[Path], tokenizer: Tokenizer
+) -> list[TokenDocument]:
+    """Documents as token ids, each closed by the end-of-text token; see `sweep` for `data`.
+
+    Documents without text are skipped, with one warning that counts them.
+    Raises: ValueError if no document has text.
+    """
+    from depthdial.data.documents import is_empty
+    from depthdial.data.shards import META_FILE
+
+    if isinstance(data, str | Path):
+        if (Path(data) / META_FILE).is_file():
+            return _prepared_documents(Path(data), tokenizer)
+        data = [Path(data)]
+    documents = list(_read(data))
+    with_text = [document for document in documents if not is_empty(document)]
+    if not with_text:
+        raise ValueError(
+            f"nothing to measure: all {len(documents)} documents are empty. Give text."
+        )
+    if len(with_text) < len(documents):
+        warnings.warn(
+            f"skipped {len(documents) - len(with_text)} of {len(documents)} documents: no text.",
+            stacklevel=2,
+        )
+    return list(_tokenised(with_text, tokenizer))
+
+
+def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[str]) -> Completion:
+    """Text of the new tokens, up to the earliest stop text."""
+    text = tokenizer.decode(result.token_ids)
+    places = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
+    return Completion(
+        text=text[: min(places)] if places else text,
+        num_loops=result.num_loops,
+        finish_reason="stop" if places else result.finish_reason,
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=len(result.token_ids),
+    )
+
+
+def _read_recipe(recipe: str | Path) -> Recipe:
+    """A recipe file, or else a shipped recipe."""
+    path = Path(recipe)
+    if path.is_file():
+        return Recipe.from_file(path)
+    if isinstance(recipe, Path) or path.suffix in (".yaml", ".yml", ".json"):
+        raise FileNotFoundError(f"no recipe file at {path}")
+    return Recipe.from_file(recipe_file(recipe))
+
+
+def _from_hub(name: str) -> Path:
+    """Download a model directory, or say why there is none.
+
+    Raises: FileNotFoundError.
+    """
+    parent = Path(name).parent
+    if not HUB_ID.fullmatch(name) or parent.is_dir():
+        siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+        close = difflib.get_close_matches(Path(name).name, siblings, n=1)
+        raise FileNotFoundError(
+            f"no model at {name}."
+            + (f" Did you mean '{parent / close[0]}'?" if close else "")
+            + " Give a run folder, a checkpoint, a model directory, or a hub id org/name."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(
+            f"no folder at {name}, and as a hub id it cannot be fetched ({reason}). Check the name "
+            "and the connection, or give the path of a model directory."
+        ) from error
+
+
+def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocument]:
+    """Validation documents of a prepared folder; its token ids must be the model's."""
+    from depthdial.data.shards import TokenShards
+
+    shards = TokenShards.open(folder, "valid")
+    digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    if shards.meta["tokenizer_sha256"] != digest:
+        raise ValueError(
+            f"{folder} was prepared with another tokenizer than this model's, so its token ids "
+            "mean other text. Give the text files themselves."
+        )
+    return list(shards.documents())
+
+
+def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:
+    """Documents of a list: texts if its items are strings, files if they are paths."""
+    from depthdial.data.documents import Document, find_files, read_documents
+
+    items = list(data)
+    if all(isinstance(item, Path) for item in items):
+        yield from read_documents(find_files(items).supported)
+        return
+    for number, text in enumerate(items, start=1):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"item {number} of the data is a {type(text).__name__}; give a list of texts "
+                "(str), or a list of files (pathlib.Path)."
+            )
+        if "\n" not in text and len(text) < 256 and Path(text).is_file():
+            raise ValueError(
+                f"item {number} of the data is '{text}', the name of a file; strings in a list "
+                "are texts. For files give pathlib.Path objects."
+            )
+        yield Document(f"text {number}", text)
+
+
+def _tokenised(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[TokenDocument]:
+    import numpy as np
+
+    from depthdial.data.shards import TokenDocument
+
+    ids_of_each = tokenizer.encode_batch([document.text for document in documents])
+    for document, ids in zip(documents, ids_of_each, strict=True):
+        tokens_T = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
+        yield TokenDocument(document.name, tokens_T, len(document.text.encode("utf-8")))

@@ -1,0 +1,107 @@
+"""The front door stays what it is: names, signatures, and what importing it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import depthdial
+from depthdial.api import Completion, Model
+
+ROOT = Path(__file__).parents[1]
+NAMES = {
+    "Completion",
+    "DepthSweep",
+    "Model",
+    "ModelConfig",
+    "Recipe",
+    "TrainResult",
+    "__version__",
+    "load",
+    "sweep",
+    "train",
+}
+
+
+def parameters(function: object) -> str:
+    """Parameter names; `*` before those that must be named, `=` after those with a default."""
+    shown, named = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not named:
+            shown.append("*")
+            named = True
+        prefix = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        suffix = "" if parameter.default is parameter.empty else "="
+        shown.append(f"{prefix}{parameter.name}{suffix}")
+    return ", ".join(shown)
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert set(depthdial.__all__) == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_public_name_can_be_reached(name: str) -> None:
+    assert getattr(depthdial, name) is not None
+
+
+def test_signature_of_load() -> None:
+    assert parameters(depthdial.load) == "path_or_id, *, device="
+
+
+def test_signature_of_generate() -> None:
+    assert parameters(Model.generate) == (
+        "self, prompts, *, num_loops=, max_new_tokens=, temperature=, top_k=, top_p=, min_p=, "
+        "seed=, stop=, cache_policy="
+    )
+
+
+def test_signature_of_train() -> None:
+    from depthdial.api import train
+
+    assert parameters(train) == "recipe, *, root=, observer=, **overrides"
+
+
+def test_signature_of_sweep() -> None:
+    assert parameters(depthdial.sweep) == (
+        "model, data, *, loops=, context=, stride=, rows_per_forward=, precision="
+    )
+
+
+def test_fields_of_a_model_and_a_completion() -> None:
+    assert [field.name for field in dataclasses.fields(Model)] == ["looped_lm", "tokenizer"]
+    assert [field.name for field in dataclasses.fields(Completion)] == [
+        "text",
+        "num_loops",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+    ]
+    assert isinstance(Model.config, property)
+
+
+def test_b60_train_stays_a_function_after_its_package_was_imported() -> None:
+    """Importing `depthdial.train.*` binds the package to the name of the documented function."""
+    import depthdial.train.pretrain as pretrain
+
+    with pytest.raises(ValueError, match="'tiny-txt' is neither"):
+        depthdial.train("tiny-txt")
+    assert depthdial.train.pretrain is pretrain
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'sweeep'"):
+        _ = depthdial.sweeep
+
+
+def test_importing_the_package_and_reading_a_recipe_needs_no_torch() -> None:
+    program = (
+        "import sys, depthdial; from depthdial.api import load_recipe; load_recipe('tiny-text'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
