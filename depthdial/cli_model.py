@@ -1,0 +1,362 @@
+"""Commands that look at a model: generate, plan, list. `sweep` is in `cli_sweep.py`.
+
+Flags and values are in `cli_options.py`, layout in `cli_tables.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import jsonargparse
+import yaml
+from rich.text import Text
+
+from depthdial.cli_options import Options, UsageError, loop_counts, new_parser, number
+from depthdial.cli_sweep import run_sweep, sweep_parser
+from depthdial.cli_tables import flops, remark, result_console, short_count, size, table
+from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, load_yaml, nearest_name
+
+if TYPE_CHECKING:
+    from depthdial.api import Completion
+    from depthdial.model.count import Plan
+
+BYTES_PER_VALUE = {"bf16": 2, "fp32": 4}
+
+
+def generate_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `generate`."""
+    parser = new_parser(
+        "generate",
+        usage='MODEL "PROMPT" [--num-loops K] [--compare] [...]',
+        description="Continue a text. The continuation goes to standard output.\n\n"
+        '  depthdial generate runs/tiny-text "Fellow citizens" --num-loops 2\n'
+        '  depthdial generate runs/tiny-text "Fellow citizens" --compare',
+    )
+    parser.add_argument("model", help="run, checkpoint, model directory, or hub id org/name")
+    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument(
+        "--num-loops",
+        metavar="K",
+        help="passes of the core, from 1 to what the model was trained for (the model's default); "
+        "with --compare a list such as 1,2,4 (all trained ones)",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="continue at several loop counts, one below another"
+    )
+    options = (
+        (
+            "--max-new-tokens",
+            "N",
+            None,
+            "most tokens to generate, at least 1 (64, or fewer where the context ends)",
+        ),
+        ("--temperature", "X", "0", "0 takes the most likely token, larger is flatter (0)"),
+        ("--top-k", "N", "0", "keep the N most likely tokens; 0 keeps all (0)"),
+        ("--top-p", "X", "1", "keep the most likely tokens up to this probability, in (0, 1] (1)"),
+        ("--min-p", "X", "0", "drop tokens below this fraction of the likeliest, in [0, 1] (0)"),
+        ("--seed", "N", "0", "equal seeds give equal text, at least 0 (0)"),
+    )
+    for flag, metavar, default, text in options:
+        parser.add_argument(flag, metavar=metavar, default=default, help=text)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end there; may be repeated"
+    )
+    parser.add_argument(
+        "--cache-policy", choices=get_args(CachePolicy), help="cached keys and values (the model's)"
+    )
+    parser.add_argument("--device", default="cpu", help="torch device, e.g. cpu, cuda, mps (cpu)")
+    return parser
+
+
+def run_generate(options: Options) -> int:
+    """Print one continuation, or one per loop count."""
+    numbers = {
+        "max_new_tokens": number(options.max_new_tokens, "--max-new-tokens", whole=True),
+        "temperature": number(options.temperature, "--temperature", whole=False),
+        "top_k": number(options.top_k, "--top-k", whole=True),
+        "top_p": number(options.top_p, "--top-p", whole=False),
+        "min_p": number(options.min_p, "--min-p", whole=False),
+        "seed": number(options.seed, "--seed", whole=True),
+    }
+    asked = None if options.num_loops is None else loop_counts(options.num_loops)
+    if asked is not None and len(asked) > 1 and not options.compare:
+        raise UsageError("several loop counts go with --compare; without it give one.")
+    from depthdial.api import load
+
+    model = load(options.model, device=options.device)
+    default = range(1, model.config.max_loops + 1) if options.compare else [model.config.num_loops]
+    results = []
+    for num_loops in default if asked is None else asked:
+        started = time.perf_counter()
+        [completion] = model.generate(
+            options.prompt,
+            num_loops=num_loops,
+            stop=options.stop,
+            cache_policy=options.cache_policy,
+            **numbers,
+        )
+        results.append((completion, time.perf_counter() - started))
+    if options.compare:
+        _print_comparison(options.prompt, results)
+    else:
+        [(completion, seconds)] = results
+        print(completion.text)
+        remark(f"k = {completion.num_loops}: {_spent(completion, seconds)}")
+    return 0
+
+
+def plan_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `plan`."""
+    parser = new_parser(
+        "plan",
+        usage="NAME [--num-loops K ...] [--context N] [--batch N] ...",
+        description="Memory, FLOPs and cache of a model at several loop counts, and what training\n"
+        "it costs, from its configuration alone.\n\n"
+        "  depthdial plan gpt-0.5b --num-loops 1 2 4 --context 131072\n"
+        "  depthdial plan elr-0.5b --switch-frac 0.75",
+    )
+    parser.add_argument(
+        "model",
+        metavar="NAME",
+        help="preset or recipe (`depthdial list`), recipe file, config.json, run, model directory",
+    )
+    parser.add_argument(
+        "--num-loops",
+        nargs="+",
+        metavar="K",
+        help="loop counts, each at least 1 (all trained ones)",
+    )
+    parser.add_argument("--context", metavar="N", help="tokens per sequence (the model's context)")
+    parser.add_argument("--batch", default="1", metavar="N", help="sequences at a time (1)")
+    parser.add_argument(
+        "--dtype", choices=list(BYTES_PER_VALUE), default="bf16", help="weights and cache (bf16)"
+    )
+    parser.add_argument(
+        "--override-frac",
+        metavar="X",
+        help="share of training rows kept at one loop, in [0, 1] (the recipe's, or 0)",
+    )
+    parser.add_argument(
+        "--switch-frac",
+        metavar="X",
+        help="share of training before mixed depth starts, in [0, 1] (the recipe's, or 0)",
+    )
+    return parser
+
+
+def run_plan(options: Options) -> int:
+    """Print what a model costs."""
+    from depthdial.model.count import plan
+
+    config, depth, source = _described(options.model)
+    context = number(options.context, "--context", whole=True)
+    batch_size = number(options.batch, "--batch", whole=True)
+    override_frac = number(options.override_frac, "--override-frac", whole=False)
+    switch_frac = number(options.switch_frac, "--switch-frac", whole=False)
+    if options.num_loops is None:
+        loops = list(range(1, config.max_loops + 1))
+    else:
+        loops = loop_counts(options.num_loops)
+    override_frac = depth.override_frac if override_frac is None else override_frac
+    switch_frac = depth.switch_frac if switch_frac is None else switch_frac
+    if not 0 <= switch_frac <= 1:
+        raise ValueError(f"--switch-frac {switch_frac:g}: give a fraction from 0 to 1.")
+    plans = {
+        policy: plan(
+            config,
+            num_loops=loops,
+            context=config.max_context if context is None else context,
+            batch_size=batch_size,
+            bytes_per_value=BYTES_PER_VALUE[options.dtype],
+            policy=policy,
+            override_frac=override_frac,
+            mixed_frac=1 - switch_frac,
+        )
+        for policy in get_args(CachePolicy)
+    }
+    _print_plan(plans, config, source=source, dtype=options.dtype)
+    _print_training(plans["per_loop"], config, override_frac, switch_frac)
+    _print_guesses(options.model)
+    return 0
+
+
+def list_parser() -> jsonargparse.ArgumentParser:
+    """`list` has no flags of its own."""
+    return new_parser(
+        "list", usage="", description="Names that commands know: recipes, presets, corpora."
+    )
+
+
+def run_list(options: Options) -> int:
+    """Print recipes, presets and corpora, one per line."""
+    from depthdial.api import recipe_file, recipe_names
+    from depthdial.data.corpora import corpus_names, describe_corpus
+    from depthdial.model.count import count_parameters
+    from depthdial.model.presets import preset, preset_names
+
+    recipes = []
+    for name in recipe_names():
+        first_line = recipe_file(name).read_text(encoding="utf-8").partition("\n")[0]
+        recipes.append((name, first_line.lstrip("# ")))
+    presets = []
+    for name in preset_names():
+        config = preset(name)
+        split = "/".join(map(str, config.split))
+        parameters = short_count(count_parameters(config).total)
+        presets.append(
+            (name, f"{parameters} parameters, {split} sublayers, K = {config.max_loops}")
+        )
+    corpora = [(name, describe_corpus(name)) for name in corpus_names()]
+    console = result_console()
+    for title, rows in (
+        ("Recipes: depthdial train NAME", recipes),
+        ("Presets: depthdial plan NAME", presets),
+        ("Corpora: --data.corpus NAME", corpora),
+    ):
+        console.print(table(title, ("", ""), rows, left=(0, 1)), "")
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
+    "sweep": (sweep_parser, run_sweep),
+    "generate": (generate_parser, run_generate),
+    "plan": (plan_parser, run_plan),
+    "list": (list_parser, run_list),
+}
+
+
+def _print_comparison(prompt: str, results: list[tuple[Completion, float]]) -> None:
+    """One row per loop count; the prompt once."""
+    console = result_console()
+    console.print(Text.assemble(("prompt  ", "dim"), prompt))
+    rows = [(f"k = {c.num_loops}", c.text.strip("\n")) for c, _ in results]
+    console.print(table("", ("", ""), rows, left=(0, 1)))
+    for completion, seconds in results:
+        remark(f"k = {completion.num_loops}: {_spent(completion, seconds)}")
+
+
+def _spent(completion: Completion, seconds: float) -> str:
+    """Tokens, speed and why it ended."""
+    ended = {"stop": "ended by itself or at a stop text", "length": "cut at the limit"}
+    return (
+        f"{completion.prompt_tokens} prompt tokens, {completion.completion_tokens} new, "
+        f"{completion.completion_tokens / seconds:,.0f} tokens/s, "
+        f"{ended[completion.finish_reason]}"
+    )
+
+
+def _described(name: str) -> tuple[ModelConfig, DepthConfig, str]:
+    """Model and depth settings behind a name, and what kind of name it is.
+
+    Raises: ValueError or FileNotFoundError.
+    """
+    from depthdial.api import load_recipe, recipe_names
+    from depthdial.model.presets import preset, preset_names
+
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        if not _is_recipe(path):
+            return ModelConfig.from_file(path), DepthConfig(), f"model {path}"
+        recipe = Recipe.from_file(path)
+        return recipe.model, recipe.depth, f"recipe {path}"
+    if name in recipe_names():
+        recipe = load_recipe(name)
+        return recipe.model, recipe.depth, f"recipe {name}"
+    if path.suffix in (".yaml", ".yml", ".json") or path.parent != Path("."):
+        raise FileNotFoundError(f"no configuration at {path}")
+    if name not in preset_names():
+        known = [*preset_names(), *recipe_names()]
+        raise ValueError(f"'{name}' is no preset, recipe or file.{nearest_name(name, known)}")
+    return preset(name), DepthConfig(), f"preset {name}"
+
+
+def _is_recipe(path: Path) -> bool:
+    """Whether a config file is of a whole run, not of a model alone. Damaged ones count as such:
+    reading them says what is wrong.
+    """
+    try:
+        values = load_yaml(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        return True
+    return not isinstance(values, dict) or "model" in values or "model_type" not in values
+
+
+def _print_plan(
+    plans: dict[CachePolicy, Plan], config: ModelConfig, *, source: str, dtype: str
+) -> None:
+    """Compute and memory per loop count."""
+    console, own = result_console(), plans["per_loop"]
+    parameters, split = own.parameters, "/".join(map(str, config.split))
+    extra = f" ({short_count(parameters.modulation)} modulation)" if config.modulation else ""
+    console.print(
+        f"{source}\n"
+        f"{short_count(parameters.total)} parameters{extra}, {size(own.weight_bytes)} in {dtype}\n"
+        f"{split} sublayers in prelude/core/coda, trained with 1..{config.max_loops} loops\n",
+        soft_wrap=True,
+    )
+    marks = {row.num_loops: "*" if row.is_beyond_max_loops else "" for row in own.rows}
+    compute = [
+        (
+            f"{row.num_loops}{marks[row.num_loops]}",
+            f"{row.executed_sublayers}",
+            f"{row.depth_ratio:.2f}",
+            flops(row.prompt_flops_per_token),
+            flops(row.decode_flops_per_token),
+        )
+        for row in own.rows
+    ]
+    columns = ("k", "sublayers", "x k=1", "prompt, per token", "decode, per token")
+    title = f"Compute at {own.context:,} tokens of context"
+    console.print(table(title, columns, compute), "")
+    memory = [
+        (
+            f"{row.num_loops}{marks[row.num_loops]}",
+            size(row.cache_steady_bytes),
+            size(plans["collapse_last"].rows[idx].cache_peak_bytes),
+            size(plans["collapse_last"].rows[idx].cache_steady_bytes),
+            size(plans["last_step"].rows[idx].cache_steady_bytes),
+            size(row.memory_peak_bytes),
+        )
+        for idx, row in enumerate(own.rows)
+    ]
+    columns = (
+        "k",
+        "per_loop",
+        "collapse_last\nprompt",
+        "collapse_last\nafter it",
+        "last_step",
+        "per_loop and\nweights",
+    )
+    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
+    console.print(table(title, columns, memory))
+    if any(marks.values()):
+        console.print(f"* outside training: more loops than max_loops = {config.max_loops}")
+    if own.is_beyond_max_context:
+        console.print(f"longer than the context the model is meant for ({config.max_context:,})")
+
+
+def _print_training(
+    plan: Plan, config: ModelConfig, override_frac: float, switch_frac: float
+) -> None:
+    """ELR's ratio of training cost."""
+    console = result_console()
+    console.print(
+        f"\nTraining: {plan.training_cost_ratio:.2f} times the executed sublayers of one-loop "
+        f"training on the same\ntokens (loops 1..{config.max_loops}, a share of {override_frac:g} "
+        f"kept at one loop, mean {plan.mean_training_loops:.2f};\nmixed depth for "
+        f"{1 - switch_frac:.0%} of the tokens)"
+    )
+
+
+def _print_guesses(name: str) -> None:
+    """Which fields of a preset its source leaves open."""
+    from depthdial.model.presets import GUESSED_FIELDS
+
+    guessed = GUESSED_FIELDS.get(name.removesuffix("-modulated"))
+    if guessed:
+        result_console().print(f"\nGuessed, as not published: {', '.join(guessed)}")

@@ -1,0 +1,86 @@
+"""Tables and numbers as the commands print them: aligned, with units, at most 80 wide.
+
+Nothing here measures anything or knows a model; it lays out the texts it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def result_console() -> Console:
+    """Standard output; numbers are not coloured, brackets are no markup."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def remark(text: str) -> None:
+    """Print a line that is no result, on standard error."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(text, style="dim", markup=False)
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()
+) -> Table:
+    """A borderless table; columns are flushed right except those whose index is in `left`."""
+    grid = Table(
+        title=Text(title, style="bold") if title else None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        show_header=any(columns),
+    )
+    for idx, name in enumerate(columns):
+        justify = "left" if idx in left else "right"
+        grid.add_column(Text(name, style="dim"), justify=justify, no_wrap=idx not in left)
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    return grid
+
+
+def signed(value: float) -> str:
+    """`+0.0123`, with a true minus sign left to reports: this text is also read by scripts."""
+    return f"{value:+.4f}"
+
+
+def short_count(value: float) -> str:
+    """`4.10M`: three significant digits and a decimal unit."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{_three_digits(value / scale)}{unit}"
+    return f"{value:.3g}"
+
+
+def flops(value: float) -> str:
+    """`1.13 GFLOP`."""
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{_three_digits(value / scale)} {unit}FLOP"
+    return f"{value:.3g} FLOP"
+
+
+def size(num_bytes: int) -> str:
+    """`1.50 GiB`: binary units, as memory is sold and measured."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def duration(seconds: float) -> str:
+    """`4 min 22 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _three_digits(value: float) -> str:
+    """`1.13`, `11.0`, `854`: trailing zeros kept, so that columns compare."""
+    return f"{value:#.3g}".rstrip(".")
