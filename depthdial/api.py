@@ -36,8 +36,6 @@ DATA_SOURCES = ("data.path", "data.corpus", "data.task")
 POINTER_ROWS = 512
 """Pointer programs that a sweep solves."""
 DEFAULT_NEW_TOKENS = 64
-LOOPS_BEYOND_TRAINING = 2
-"""Loop counts above the trained ones that a sweep measures unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -201,11 +199,15 @@ def sweep(
         prepared with another tokenizer.
     """
     from depthdial.data.synthetic import PointerPrograms
-    from depthdial.eval.depth_sweep import sweep_documents, sweep_pointer_programs
+    from depthdial.eval.depth_sweep import (
+        default_loops,
+        sweep_documents,
+        sweep_pointer_programs,
+    )
 
     if not isinstance(model, Model):
         model = load(model)
-    loops = default_loops(model.config) if loops is None else loops
+    loops = default_loops(model.config.max_loops) if loops is None else loops
     if isinstance(data, PointerPrograms):
         return sweep_pointer_programs(
             model.looped_lm, data, loops=loops, num_rows=POINTER_ROWS, precision=precision
@@ -225,11 +227,6 @@ def sweep(
         precision=precision,
         start_id=model.tokenizer.eos_id,
     )
-
-
-def default_loops(config: ModelConfig) -> list[int]:
-    """Loop counts of a sweep: all trained ones and two beyond, which are marked as such."""
-    return list(range(1, config.max_loops + LOOPS_BEYOND_TRAINING + 1))
 
 
 def recipe_names() -> list[str]:

@@ -15,6 +15,7 @@ import jsonargparse
 from depthdial.cli_options import Options, loop_counts, new_parser, number
 from depthdial.cli_tables import flops, remark, result_console, short_count, signed, table
 from depthdial.config import Recipe
+from depthdial.eval.stats import BOOTSTRAP_SEED, EQUAL_MARGIN_NATS
 
 if TYPE_CHECKING:
     from depthdial.api import Model
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from depthdial.eval.depth_sweep import DepthSweep, Latency
     from depthdial.eval.stats import Interval
 
-BOOTSTRAP_SEED = 0
-MARGIN_NATS = 0.01
-"""Differences inside it count as equal; stated before anything is measured."""
 TIMED_TOKENS = 8
 
 
@@ -73,7 +71,7 @@ def sweep_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument("--baseline", metavar="MODEL", help="compare with this model, same data")
     parser.add_argument(
         "--margin",
-        default=str(MARGIN_NATS),
+        default=str(EQUAL_MARGIN_NATS),
         metavar="X",
         help="differences inside it count as equal, nats per token, at least 0 (0.01)",
     )
@@ -107,11 +105,13 @@ def run_sweep(options: Options) -> int:
 
 
 def _measure(options: Options) -> Measurement:
-    from depthdial.api import default_loops, load, sweep
-    from depthdial.eval.depth_sweep import measure_latency
+    from depthdial.api import load, sweep
+    from depthdial.eval.depth_sweep import default_loops, measure_latency
 
     model = load(options.model, device=options.device)
-    loops = default_loops(model.config) if options.loops is None else loop_counts(options.loops)
+    loops = default_loops(model.config.max_loops)
+    if options.loops is not None:
+        loops = loop_counts(options.loops)
     data, described, context = _evaluation_data(options, model)
     common = {"context": context, "precision": options.precision}
     remark(f"measuring {len(loops)} loop counts ...")

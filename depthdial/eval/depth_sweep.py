@@ -27,6 +27,13 @@ from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import check_num_loops
 
+LOOPS_BEYOND_TRAINING = 2
+
+
+def default_loops(max_loops: int) -> list[int]:
+    """1..K and two loop counts beyond, so that every sweep shows what lies outside training."""
+    return list(range(1, max_loops + LOOPS_BEYOND_TRAINING + 1))
+
 
 @dataclass(frozen=True)
 class DepthSweep:

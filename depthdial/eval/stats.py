@@ -19,6 +19,11 @@ import numpy as np
 
 Verdict = Literal["lower", "higher", "equal", "undecided"]
 
+EQUAL_MARGIN_NATS = 0.01
+"""Stated before anything is measured: differences per token inside it count as equal."""
+BOOTSTRAP_SEED = 0
+"""One seed for all tools, so that equal losses print equal intervals everywhere."""
+
 # Bounds memory of one block of resamples: 4M indices, 32 MB.
 _BLOCK_DRAWS = 4_000_000
 

@@ -24,11 +24,19 @@ from depthdial.engine.sampling import Sampling
 from depthdial.eval.depth_sweep import (
     DepthSweep,
     Latency,
+    default_loops,
     measure_latency,
     sweep_documents,
     sweep_pointer_programs,
 )
-from depthdial.eval.stats import Interval, mean_interval, paired_bootstrap, proportion_interval
+from depthdial.eval.stats import (
+    BOOTSTRAP_SEED,
+    EQUAL_MARGIN_NATS,
+    Interval,
+    mean_interval,
+    paired_bootstrap,
+    proportion_interval,
+)
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import count_parameters, executed_sublayers, flops_per_token
 from depthdial.model.looped_lm import LoopedLM
@@ -36,12 +44,8 @@ from depthdial.report import ReportPaths, write_report
 from depthdial.train.run_dir import RunDir
 from depthdial.train.sources import VALIDATION_SEED, prepared_folder
 
-# Stated before anything is measured: differences inside it count as equal.
-MARGIN_NATS = 0.01
-BOOTSTRAP_SEED = 0
 POINTER_ROWS = 1024
 POINTER_MAX_DEPTH = 16
-LOOPS_BEYOND = 2
 SAMPLE_PROMPTS, SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 2, 24, 48
 TIMING_NOTE = (
     "Cached greedy decoding at batch 1, one thread, all depths interleaved in one process; other "
@@ -99,7 +103,7 @@ def write_sections(sections: list[dict[str, Any]], folder: Path, *, title: str) 
 def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]:
     """Everything measured about one run (and its baseline): section and provenance."""
     is_text = run.recipe.data.task is None
-    loops = range(1, run.model.config.max_loops + LOOPS_BEYOND + 1)
+    loops = default_loops(run.model.config.max_loops)
     sweep = _sweep(run, loops)
     sweep.save(run.path / "sweep.json")
     latency = _latency(run, loops)
@@ -107,7 +111,7 @@ def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]
         "name": "Text" if is_text else "Pointer programs",
         "kind": "text" if is_text else "pointer_program",
         "what": _what(run, sweep),
-        "margin": MARGIN_NATS,
+        "margin": EQUAL_MARGIN_NATS,
         "documents": len(sweep.names),
         "tokens": int(sweep.tokens_N.sum()),
         "num_seeds": 1,

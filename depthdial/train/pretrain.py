@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-
 from depthdial.config import Recipe
 from depthdial.data.packing import DataState, iterate_batches
 from depthdial.data.tokenizer import Tokenizer

@@ -36,7 +36,7 @@ class RichObserver:
         self._console = console
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=8),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
@@ -63,14 +63,16 @@ class RichObserver:
         """Training records move the bar; validation records print a line above it."""
         losses = _by_loops(record, "val/loss_k")
         if losses:
-            self._console.print(f"step {record['step']:>6}  validation loss  {_shown(losses)}")
+            self._console.print(
+                f"step {record['step']:>6}  validation loss  {_shown(losses)}", highlight=False
+            )
             return
         self._losses.update(_by_loops(record, "train/loss_k"))
         numbers = f"{record['train/tok_per_sec']:,.0f} tok/s  loss {_shown(self._losses)}"
         self._progress.update(self._task, completed=record["step"], numbers=numbers)
 
     def notice(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(text, soft_wrap=True, highlight=False)
 
 
 def _by_loops(record: dict[str, Any], prefix: str) -> dict[str, float]:
