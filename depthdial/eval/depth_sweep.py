@@ -169,9 +169,10 @@ def sweep_documents(
         part = rows[start : start + rows_per_forward]
         tokens_BT, targets_BT, real_BT = _collate(part)
         for k_idx, num_loops in enumerate(loops):
-            nll_B, _ = _row_losses(
-                model, tokens_BT, targets_BT, real_BT, num_loops=num_loops, precision=precision
+            logits_BTV = _logits(
+                model, tokens_BT, real_BT, num_loops=num_loops, precision=precision
             )
+            nll_B = _row_losses(logits_BTV, targets_BT)
             np.add.at(nll_KN[k_idx], [row.document_idx for row in part], nll_B)
     return DepthSweep(
         loops=loops,
@@ -205,16 +206,11 @@ def sweep_pointer_programs(
         at_depth_BTP = depths_BT[..., None] == np.arange(1, max_depth + 1)
         total_NP[start : start + count] = at_depth_BTP.sum(axis=1)
         for k_idx, num_loops in enumerate(loops):
-            nll_B, best_BT = _row_losses(
-                model,
-                batch.tokens_BT,
-                batch.targets_BT,
-                None,
-                num_loops=num_loops,
-                precision=precision,
+            logits_BTV = _logits(
+                model, batch.tokens_BT, None, num_loops=num_loops, precision=precision
             )
-            right_BT = (best_BT == batch.targets_BT).numpy()
-            nll_KN[k_idx, start : start + count] = nll_B
+            right_BT = (logits_BTV.argmax(dim=-1) == batch.targets_BT).numpy()
+            nll_KN[k_idx, start : start + count] = _row_losses(logits_BTV, batch.targets_BT)
             hits_BP = (at_depth_BTP & right_BT[..., None]).sum(axis=1)
             correct_KNP[k_idx, start : start + count] = hits_BP
     return DepthSweep(
@@ -281,16 +277,10 @@ def _collate(rows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor | None]:
     return tokens_BT, targets_BT, None if bool(real_BT.all()) else real_BT
 
 
-def _row_losses(
-    model: LoopedLM,
-    tokens_BT: Tensor,
-    targets_BT: Tensor,
-    real_BT: Tensor | None,
-    *,
-    num_loops: int,
-    precision: str,
-) -> tuple[np.ndarray, Tensor]:
-    """Summed loss of each row in nats (float64), and the most likely token everywhere (CPU)."""
+def _logits(
+    model: LoopedLM, tokens_BT: Tensor, real_BT: Tensor | None, *, num_loops: int, precision: str
+) -> Tensor:
+    """Logits on the CPU, fp32 [B, T, V]."""
     device = model.embedding.weight.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         logits_BTV = model(
@@ -298,9 +288,13 @@ def _row_losses(
             num_loops=num_loops,
             padding_mask_BT=None if real_BT is None else real_BT.to(device),
         )
-    # fp32 logits, fp64 sums: a document's loss is a sum of thousands of small terms.
-    logp_BTV = logits_BTV.float().log_softmax(dim=-1).cpu()
-    is_scored_BT = targets_BT != IGNORE
-    picked_BT = logp_BTV.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0].double()
-    nll_B = -(picked_BT * is_scored_BT).sum(dim=1)
-    return nll_B.numpy(), logits_BTV.argmax(dim=-1).cpu()
+    return logits_BTV.float().cpu()
+
+
+def _row_losses(logits_BTV: Tensor, targets_BT: Tensor) -> np.ndarray:
+    """Summed loss of each row in nats, float64 [B]."""
+    nll_N = torch.nn.functional.cross_entropy(
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    # fp64: a document's loss is a sum of thousands of small terms.
+    return nll_N.view(targets_BT.shape).double().sum(dim=1).numpy()

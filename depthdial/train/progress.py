@@ -39,7 +39,7 @@ class RichObserver:
             BarColumn(bar_width=8),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             console=console,
         )
         self._task = self._progress.add_task(

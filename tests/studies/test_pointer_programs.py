@@ -8,6 +8,8 @@ from depthdial.studies.report_run import FinishedRun, section_of
 from depthdial.train.pretrain import train
 
 STEPS = 600
+# Two minutes of one core; a busy machine takes several times that.
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
