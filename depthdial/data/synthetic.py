@@ -5,7 +5,7 @@ table of permutations to the value two positions before. The target at every pos
 the value there, so the depth of a position (length of its chain down to a literal, which
 has depth 1) says how many look-ups one after another a model must make.
 The chance level is 1/8.
-Letters: B rows, T positions.
+Letters: B rows, T positions, P dependency depths.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class Answers(NamedTuple):
     """Value at each position, int64 in 0..7: also the id of the literal that spells it."""
     depths_BT: Tensor
     """Length of the chain that ends at each position, int64, at least 1."""
+
+
+class DepthCounts(NamedTuple):
+    """Answers of each row at depths 1..P, int64."""
+
+    correct_BP: np.ndarray
+    total_BP: np.ndarray
 
 
 class DepthAccuracy(NamedTuple):
@@ -165,10 +172,10 @@ def function_table(task_seed: int) -> np.ndarray:
     return np.argsort(bits.reshape(NUM_VALUES, NUM_VALUES), axis=1, kind="stable")
 
 
-def accuracy_by_depth(
-    predictions_BT: Tensor, targets_BT: Tensor, depths_BT: Tensor, max_depth: int
-) -> list[DepthAccuracy]:
-    """Accuracy at depths 1 .. max_depth, with counts; deeper positions are left out.
+def count_by_depth(
+    predictions_BT: Tensor, targets_BT: Tensor, depths_BT: Tensor, *, max_depth: int
+) -> DepthCounts:
+    """Right and all answers of each row at depths 1 .. max_depth; deeper ones are left out.
 
     Raises: ValueError if the shapes differ or max_depth < 1.
     """
@@ -177,11 +184,21 @@ def accuracy_by_depth(
         raise ValueError(f"predictions, targets and depths differ in shape: {shapes}.")
     if max_depth < 1:
         raise ValueError(f"max_depth={max_depth} must be at least 1.")
-    depths = depths_BT.flatten().cpu()
-    is_right = (predictions_BT == targets_BT).flatten().cpu()
-    total = torch.bincount(depths, minlength=max_depth + 1).tolist()
-    correct = torch.bincount(depths[is_right], minlength=max_depth + 1).tolist()
-    return [DepthAccuracy(d, correct[d], total[d]) for d in range(1, max_depth + 1)]
+    at_depth_BTP = depths_BT.cpu().numpy()[..., None] == np.arange(1, max_depth + 1)
+    is_right_BT = (predictions_BT == targets_BT).cpu().numpy()
+    return DepthCounts(
+        correct_BP=(at_depth_BTP & is_right_BT[..., None]).sum(axis=1),
+        total_BP=at_depth_BTP.sum(axis=1),
+    )
+
+
+def accuracy_by_depth(
+    predictions_BT: Tensor, targets_BT: Tensor, depths_BT: Tensor, max_depth: int
+) -> list[DepthAccuracy]:
+    """Accuracy over all rows at depths 1 .. max_depth; arguments as in `count_by_depth`."""
+    counts = count_by_depth(predictions_BT, targets_BT, depths_BT, max_depth=max_depth)
+    correct, total = counts.correct_BP.sum(axis=0).tolist(), counts.total_BP.sum(axis=0).tolist()
+    return [DepthAccuracy(d, correct[d - 1], total[d - 1]) for d in range(1, max_depth + 1)]
 
 
 def pointer_tokenizer() -> Tokenizer:

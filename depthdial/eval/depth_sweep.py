@@ -1,7 +1,7 @@
-"""Loss of the same documents at every loop count, kept per document; and what each depth costs.
+"""Loss of the same documents at every loop count, kept per document; and what each one costs.
 
-Intervals and verdicts are in `stats.py`. Loop counts beyond the model's max_loops are evaluated
-too and marked as outside training.
+Intervals and verdicts are in `stats.py`. Loop counts that training never ran are evaluated too and
+marked; which those are is told by the caller, who knows the run.
 Letters: K swept loop counts, N documents, P dependency depths, B rows, T tokens.
 """
 
@@ -11,7 +11,8 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,12 +23,16 @@ from torch import Tensor
 
 from depthdial.data.packing import IGNORE
 from depthdial.data.shards import TokenDocument
-from depthdial.data.synthetic import PointerPrograms
+from depthdial.data.synthetic import PointerPrograms, count_by_depth
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import check_num_loops
 
 LOOPS_BEYOND_TRAINING = 2
+POINTER_ROWS = 1024
+"""Pointer programs that a sweep solves: enough to show 90 % at every dependency depth below."""
+POINTER_MAX_DEPTH = 16
+"""Largest dependency depth whose answers are counted apart."""
 
 
 def default_loops(max_loops: int) -> list[int]:
@@ -40,7 +45,8 @@ class DepthSweep:
     """Summed losses of every document at every swept loop count.
 
     Fields:
-        loops: swept loop counts, ascending; max_loops: the largest seen in training.
+        loops: swept loop counts, ascending; max_loops: the model's K.
+        trained_loops: loop counts that training ran, ascending.
         names, tokens_N, bytes_N: documents, their scored tokens, their UTF-8 bytes (0: no text).
         nll_KN: nats, summed over a document's tokens.
         correct_KNP, total_NP: right answers and questions per dependency depth; None for text.
@@ -48,6 +54,7 @@ class DepthSweep:
 
     loops: tuple[int, ...]
     max_loops: int
+    trained_loops: tuple[int, ...]
     names: tuple[str, ...]
     tokens_N: np.ndarray
     bytes_N: np.ndarray
@@ -72,13 +79,37 @@ class DepthSweep:
         return float(self.nll(num_loops).sum() / math.log(2) / self.bytes_N.sum())
 
     def is_trained(self, num_loops: int) -> bool:
-        """False beyond the largest loop count seen in training."""
-        return num_loops <= self.max_loops
+        """Whether training ran this loop count."""
+        return num_loops in self.trained_loops
+
+    def check_paired(self, other: DepthSweep) -> None:
+        """Differences are only paired over equal documents in equal order.
+
+        Raises: ValueError saying where the names or the scored tokens differ.
+        """
+        if len(self.names) != len(other.names):
+            raise ValueError(
+                f"the two sweeps cannot be paired: {len(self.names)} and {len(other.names)} "
+                "documents. Measure both models on the same data."
+            )
+        for name, theirs in zip(self.names, other.names, strict=True):
+            if name != theirs:
+                raise ValueError(
+                    f"the two sweeps cannot be paired: document '{name}' here is '{theirs}' there. "
+                    "Measure both models on the same data in the same order."
+                )
+        unequal = np.flatnonzero(self.tokens_N != other.tokens_N)
+        if unequal.size:
+            first = unequal[0]
+            raise ValueError(
+                f"the two sweeps cannot be paired: document '{self.names[first]}' has "
+                f"{self.tokens_N[first]} tokens here and {other.tokens_N[first]} there. Measure "
+                "both models with the same tokenizer on the same data."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DepthSweep:
@@ -86,6 +117,7 @@ class DepthSweep:
         return cls(
             loops=tuple(values["loops"]),
             max_loops=values["max_loops"],
+            trained_loops=tuple(values["trained_loops"]),
             names=tuple(values["names"]),
             **{
                 name: None if values[name] is None else np.array(values[name])
@@ -142,6 +174,7 @@ def sweep_documents(
     stride: int | None = None,
     rows_per_forward: int = 16,
     precision: str = "fp32",
+    trained_loops: Sequence[int] | None = None,
 ) -> DepthSweep:
     """Score every document at every loop count.
 
@@ -151,6 +184,7 @@ def sweep_documents(
         start_id: the token every document is scored after, normally end-of-text.
         stride: new tokens per row after a document's first; None for `context` (no overlap).
         precision: `fp32` or `bf16` (autocast).
+        trained_loops: loop counts that training ran; None for 1..max_loops.
 
     Raises: ValueError for no documents, an empty document, or a stride outside 1..context.
     """
@@ -177,6 +211,7 @@ def sweep_documents(
     return DepthSweep(
         loops=loops,
         max_loops=model.config.max_loops,
+        trained_loops=_trained(model, trained_loops),
         names=tuple(document.name for document in documents),
         tokens_N=np.array([len(document.tokens_T) for document in documents]),
         bytes_N=np.array([document.num_bytes for document in documents]),
@@ -190,32 +225,38 @@ def sweep_pointer_programs(
     source: PointerPrograms,
     *,
     loops: Sequence[int],
-    num_rows: int,
-    max_depth: int = 12,
+    num_rows: int = POINTER_ROWS,
+    max_depth: int = POINTER_MAX_DEPTH,
     rows_per_forward: int = 64,
     precision: str = "fp32",
+    trained_loops: Sequence[int] | None = None,
 ) -> DepthSweep:
-    """Loss and right answers by dependency depth; every row counts as one document."""
+    """Loss and right answers by dependency depth; every row counts as one document.
+
+    Args as in `sweep_documents`; the first `num_rows` rows of the source are solved, and answers
+    at dependency depths above `max_depth` count in the loss only.
+    """
     loops = _check_loops(loops)
     shape = (len(loops), num_rows)
     nll_KN, correct_KNP = np.zeros(shape), np.zeros((*shape, max_depth), dtype=np.int64)
     total_NP = np.zeros((num_rows, max_depth), dtype=np.int64)
     for start in range(0, num_rows, rows_per_forward):
         count = min(rows_per_forward, num_rows - start)
-        batch, depths_BT = source.rows(start, count), np.asarray(source.depths(start, count))
-        at_depth_BTP = depths_BT[..., None] == np.arange(1, max_depth + 1)
-        total_NP[start : start + count] = at_depth_BTP.sum(axis=1)
+        batch, depths_BT = source.rows(start, count), source.depths(start, count)
         for k_idx, num_loops in enumerate(loops):
             logits_BTV = _logits(
                 model, batch.tokens_BT, None, num_loops=num_loops, precision=precision
             )
-            right_BT = (logits_BTV.argmax(dim=-1) == batch.targets_BT).numpy()
             nll_KN[k_idx, start : start + count] = _row_losses(logits_BTV, batch.targets_BT)
-            hits_BP = (at_depth_BTP & right_BT[..., None]).sum(axis=1)
-            correct_KNP[k_idx, start : start + count] = hits_BP
+            counts = count_by_depth(
+                logits_BTV.argmax(dim=-1), batch.targets_BT, depths_BT, max_depth=max_depth
+            )
+            correct_KNP[k_idx, start : start + count] = counts.correct_BP
+            total_NP[start : start + count] = counts.total_BP
     return DepthSweep(
         loops=loops,
         max_loops=model.config.max_loops,
+        trained_loops=_trained(model, trained_loops),
         names=tuple(f"program {row}" for row in range(num_rows)),
         tokens_N=np.full(num_rows, source.context),
         bytes_N=np.zeros(num_rows, dtype=np.int64),
@@ -232,27 +273,65 @@ class Latency(NamedTuple):
     median_ms: float
 
 
-@torch.no_grad()
 def measure_latency(
     model: LoopedLM, *, loops: Sequence[int], prompt_tokens: int, new_tokens: int, rounds: int = 9
 ) -> dict[int, Latency]:
-    """Time cached decoding at each loop count, interleaved so that load hits all alike."""
+    """Times of one model at each loop count; see `measure_latencies`."""
     loops = _check_loops(loops)
+    times = measure_latencies(
+        [(model, num_loops) for num_loops in loops],
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        rounds=rounds,
+    )
+    return dict(zip(loops, times, strict=True))
+
+
+@torch.no_grad()
+def measure_latencies(
+    sides: Sequence[tuple[LoopedLM, int]],
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int = 9,
+) -> list[Latency]:
+    """Time cached decoding of several (model, loop count) pairs.
+
+    Each round visits every pair, so that whatever else the machine does hits all alike.
+    """
+    times: list[list[float]] = [[] for _ in sides]
+    with ExitStack() as stack:
+        for model, _ in sides:
+            stack.enter_context(model.modulation.tabulated())
+        for _ in range(rounds):
+            for (model, num_loops), side_times in zip(sides, times, strict=True):
+                seconds = _decode_seconds(
+                    model, num_loops, prompt_tokens=prompt_tokens, new_tokens=new_tokens
+                )
+                side_times.append(seconds / new_tokens * 1e3)
+    return [Latency(min(values), median(values)) for values in times]
+
+
+def _decode_seconds(
+    model: LoopedLM, num_loops: int, *, prompt_tokens: int, new_tokens: int
+) -> float:
+    """Wall-clock of `new_tokens` greedy tokens after a prompt, which is not timed."""
     device = model.embedding.weight.device
     prompt_BT = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=device)
-    times: dict[int, list[float]] = {num_loops: [] for num_loops in loops}
-    with model.modulation.tabulated():
-        for _ in range(rounds):
-            for num_loops in loops:
-                capacity = prompt_tokens + new_tokens
-                cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
-                model.trunk(prompt_BT, num_loops=num_loops, cache=cache)
-                cache.end_prompt()
-                started = time.perf_counter()
-                for _ in range(new_tokens):
-                    model(prompt_BT[:, :1], num_loops=num_loops, cache=cache)[0, -1].argmax().item()
-                times[num_loops].append((time.perf_counter() - started) / new_tokens * 1e3)
-    return {k: Latency(min(values), median(values)) for k, values in times.items()}
+    capacity = prompt_tokens + new_tokens
+    cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
+    model.trunk(prompt_BT, num_loops=num_loops, cache=cache)
+    cache.end_prompt()
+    started = time.perf_counter()
+    for _ in range(new_tokens):
+        model(prompt_BT[:, :1], num_loops=num_loops, cache=cache)[0, -1].argmax().item()
+    return time.perf_counter() - started
+
+
+def _trained(model: LoopedLM, trained_loops: Sequence[int] | None) -> tuple[int, ...]:
+    if trained_loops is None:
+        return tuple(range(1, model.config.max_loops + 1))
+    return tuple(sorted(set(trained_loops)))
 
 
 def _check_loops(loops: Sequence[int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from depthdial.data.synthetic import (
     DepthAccuracy,
     PointerPrograms,
     accuracy_by_depth,
+    count_by_depth,
     function_table,
     pointer_tokenizer,
 )
@@ -157,6 +158,16 @@ def test_accuracy_by_depth_counts_each_depth_apart():
     )
     assert result == [DepthAccuracy(1, 1, 2), DepthAccuracy(2, 1, 1), DepthAccuracy(3, 0, 0)]
     assert [depth.accuracy for depth in result] == [0.5, 1.0, None]
+
+
+def test_counts_by_depth_stay_apart_for_each_row():
+    depths = torch.tensor([[1, 1, 2], [1, 3, 2]])
+    counts = count_by_depth(
+        torch.tensor([[3, 0, 5], [0, 1, 5]]), torch.tensor([[3, 3, 5], [3, 1, 5]]), depths,
+        max_depth=2,
+    )  # fmt: skip
+    assert counts.correct_BP.tolist() == [[1, 1], [0, 1]]
+    assert counts.total_BP.tolist() == [[2, 1], [1, 1]]
 
 
 def test_accuracy_by_depth_refuses_different_shapes():

@@ -11,7 +11,10 @@ from depthdial.data.packing import IGNORE
 from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import PointerPrograms
 from depthdial.eval.depth_sweep import (
+    POINTER_MAX_DEPTH,
+    POINTER_ROWS,
     DepthSweep,
+    measure_latencies,
     measure_latency,
     sweep_documents,
     sweep_pointer_programs,
@@ -106,6 +109,49 @@ def test_b15_depths_beyond_training_are_swept_and_marked():
     assert np.isfinite(sweep.nll_KN).all()
 
 
+def test_b15_a_loop_count_that_training_never_ran_is_marked_even_below_max_loops():
+    docs, programs = [document(8)], PointerPrograms(0, split="valid")
+    text = sweep_documents(
+        small_model(), docs, loops=range(1, 5), context=CONTEXT, start_id=0, trained_loops=[2]
+    )
+    pointer = sweep_pointer_programs(
+        small_model(vocab_size=32), programs, loops=range(1, 5), num_rows=2, trained_loops=[3, 1]
+    )
+    assert [text.is_trained(k) for k in text.loops] == [False, True, False, False]
+    assert [pointer.is_trained(k) for k in pointer.loops] == [True, False, True, False]
+    assert DepthSweep.from_dict(pointer.to_dict()).trained_loops == (1, 3)
+
+
+def test_sweeps_of_the_same_documents_are_paired_whatever_the_model():
+    docs = [document(8), document(3)]
+    first, second = (
+        sweep_documents(model, docs, loops=[1], context=CONTEXT, start_id=0)
+        for model in (small_model(), small_model(d_ff=32))
+    )
+    first.check_paired(second)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([document(8)], "2 and 1 documents"),
+        ([document(3), document(8)], "document 'd8' here is 'd3' there"),
+        (
+            [document(8), TokenDocument("d3", np.zeros(5, dtype=np.int64), 9)],
+            "document 'd3' has 3 tokens here and 5 there",
+        ),
+    ],
+)
+def test_sweeps_of_different_documents_are_not_paired(other, message):
+    model = small_model()
+    sweeps = [
+        sweep_documents(model, docs, loops=[1], context=CONTEXT, start_id=0)
+        for docs in ([document(8), document(3)], other)
+    ]
+    with pytest.raises(ValueError, match=message):
+        sweeps[0].check_paired(sweeps[1])
+
+
 def test_a_sweep_survives_its_file(tmp_path):
     sweep = sweep_documents(
         small_model(), [document(8), document(3)], loops=[1, 2], context=CONTEXT, start_id=0
@@ -156,3 +202,28 @@ def test_latency_reports_every_depth():
     times = measure_latency(small_model(), loops=[1, 3], prompt_tokens=4, new_tokens=2, rounds=3)
     assert set(times) == {1, 3}
     assert all(0 < t.min_ms <= t.median_ms for t in times.values())
+
+
+def test_latencies_of_several_models_are_measured_in_turn(monkeypatch):
+    """Load that comes and goes must not hit one side alone."""
+    from depthdial.eval import depth_sweep
+
+    first, second = small_model(), small_model(max_loops=1, num_loops=1)
+    visited, decode = [], depth_sweep._decode_seconds
+
+    def spy(model, num_loops, **lengths):
+        visited.append((model, num_loops))
+        return decode(model, num_loops, **lengths)
+
+    monkeypatch.setattr(depth_sweep, "_decode_seconds", spy)
+    sides = [(second, 1), (first, 1), (first, 3)]
+    times = measure_latencies(sides, prompt_tokens=4, new_tokens=2, rounds=2)
+    assert visited == sides * 2
+    assert len(times) == 3 and all(0 < t.min_ms <= t.median_ms for t in times)
+
+
+def test_default_programs_can_show_90_percent_at_every_counted_depth():
+    """A depth with fewer than 36 programs could not be shown solved by a perfect model."""
+    depths_BT = PointerPrograms(0, split="valid").depths(0, POINTER_ROWS)
+    for depth in range(1, POINTER_MAX_DEPTH + 1):
+        assert int((depths_BT == depth).any(dim=1).sum()) >= 36, depth
