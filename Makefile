@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=passive $(VENV)/bin/depthdial demo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -n 2 -m "not slow and not gpu and not compat"
+	$(PYTEST) -n 2 --dist loadfile -m "not slow and not gpu and not compat"
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow

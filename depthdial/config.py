@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -198,10 +198,11 @@ class ModelConfig(StrictConfig):
                 f"num_loops={self.num_loops} exceeds max_loops={self.max_loops}; the default must "
                 "be a trained depth."
             )
-        if round(self.head_dim * self.rotary_frac) % 2:
+        rotating = round(self.head_dim * self.rotary_frac)
+        if rotating % 2 or rotating < 2:
             raise ValueError(
-                f"rotary_frac={self.rotary_frac} of head_dim={self.head_dim} gives an odd number "
-                "of rotating channels; choose another fraction."
+                f"rotary_frac={self.rotary_frac} of head_dim={self.head_dim} gives {rotating} "
+                "rotating channels; choose a fraction that gives an even number of at least 2."
             )
         return self
 
@@ -253,6 +254,8 @@ class DataConfig(StrictConfig):
             )
         if (self.corpus is None) != (self.tokenizer_vocab is None):
             raise ValueError("tokenizer_vocab goes with corpus, and corpus needs it.")
+        if self.task is not None and not self.isolate_documents:
+            raise ValueError(f"isolate_documents has no effect with task='{self.task}'.")
         return self
 
 
@@ -333,6 +336,8 @@ class OptimConfig(StrictConfig):
                 f"warmup_frac={self.warmup_frac} and decay_frac={self.decay_frac} add up to more "
                 "than 1; the rise must end before the fall begins."
             )
+        if self.min_lr_frac and not self.decay_frac:
+            raise ValueError(f"min_lr_frac={self.min_lr_frac} has no effect with decay_frac=0.")
         if self.optimizer == "adamw" and self.momentum != 0.95:
             raise ValueError(f"momentum={self.momentum} has no effect with optimizer='adamw'.")
         return self
@@ -401,6 +406,11 @@ class Recipe(StrictConfig):
                 f"data.context={self.data.context} exceeds model.max_context="
                 f"{self.model.max_context}."
             )
+        if self.model.max_loops == 1 and self.depth.override_frac:
+            raise ValueError(
+                f"depth.override_frac={self.depth.override_frac} has no effect with "
+                "model.max_loops=1: every slice runs one loop."
+            )
         fixed = self.depth.fixed_loops
         if fixed is not None and fixed > self.model.max_loops:
             raise ValueError(
@@ -464,6 +474,6 @@ def _known_keys(cls: type[BaseModel], path: list[str]) -> list[str]:
     """Field names of the nested config that `path` leads to."""
     for part in path:
         annotation = cls.model_fields[part].annotation
-        options = getattr(annotation, "__args__", (annotation,))
+        options = get_args(annotation) or (annotation,)
         cls = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     return list(cls.model_fields)

@@ -118,8 +118,9 @@ class PackedText:
         Args:
             context: tokens per row.
             seed: of the document order, in [0, 2**63).
-            isolate_documents: give document ids, and ignore the target of each last token,
-                as its successor belongs to another document.
+            isolate_documents: give document ids. End-of-text belongs to the document that
+                follows it: the first token of every document is predicted from it and nothing
+                else, as in evaluation, and every target is scored.
 
         Raises: ValueError if the split is shorter than one row.
         """
@@ -149,15 +150,14 @@ class PackedText:
         check_rows(first_row, num_rows)
         shape = (num_rows, self.context)
         stream, serials = self._read(first_row * self.context, num_rows * self.context + 1)
-        targets = stream[1:].copy()
         document_ids_BT = None
         if self.isolate_documents:
-            targets[serials[1:] != serials[:-1]] = IGNORE
-            serials_BT = serials[:-1].reshape(shape)
+            # An input belongs to the document of its target, so end-of-text opens the next one.
+            serials_BT = serials[1:].reshape(shape)
             document_ids_BT = torch.from_numpy(serials_BT - serials_BT[:, :1])
         return Batch(
             tokens_BT=torch.from_numpy(stream[:-1].reshape(shape)),
-            targets_BT=torch.from_numpy(targets.reshape(shape)),
+            targets_BT=torch.from_numpy(stream[1:].copy().reshape(shape)),
             document_ids_BT=document_ids_BT,
         )
 

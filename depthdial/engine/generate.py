@@ -72,36 +72,60 @@ def generate(
         policy=cache_policy,
         device=device,
     )
-    generators = sampling.generators(batch_size)
-    new_ids: list[list[int]] = [[] for _ in prompts]
-    is_open_B = torch.ones(batch_size, dtype=torch.bool)
     with model.modulation.tabulated():
         logits_BV = _prefill(model, prompts, loops, cache=cache, chunk=prefill_chunk)
         cache.end_prompt()
-        for step in range(max_new_tokens):
-            next_B = sample(logits_BV, sampling, generators).cpu()
-            for row in is_open_B.nonzero()[:, 0].tolist():
-                token = int(next_B[row])
-                if token in stop_ids:
-                    is_open_B[row] = False
-                else:
-                    new_ids[row].append(token)
-            if step == max_new_tokens - 1 or not bool(is_open_B.any()):
-                break
-            # A finished row brings padding from here on: nothing of it is stored or attended.
-            logits_BV = model(
-                next_B[:, None].to(device),
-                num_loops=loops,
-                cache=cache,
-                padding_mask_BT=is_open_B[:, None].to(device),
-            )[:, 0]
-    depths = torch.as_tensor(loops).expand(batch_size).tolist()
+        new_ids, is_open_B = _decode(
+            model,
+            logits_BV,
+            loops,
+            cache=cache,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_ids=stop_ids,
+        )
+    loops_of_rows = torch.as_tensor(loops).expand(batch_size).tolist()
     return [
-        Generation(ids, depth, len(prompt), "length" if still_open else "stop")
-        for ids, depth, prompt, still_open in zip(
-            new_ids, depths, prompts, is_open_B.tolist(), strict=True
+        Generation(ids, row_loops, len(prompt), "length" if still_open else "stop")
+        for ids, row_loops, prompt, still_open in zip(
+            new_ids, loops_of_rows, prompts, is_open_B.tolist(), strict=True
         )
     ]
+
+
+def _decode(
+    model: LoopedLM,
+    logits_BV: Tensor,
+    loops: NumLoops,
+    *,
+    cache: LoopCache,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+) -> tuple[list[list[int]], Tensor]:
+    """One token per call; returns the new ids of each row, and which rows met no stop token [B]."""
+    device = logits_BV.device
+    generators = sampling.generators(len(logits_BV))
+    new_ids: list[list[int]] = [[] for _ in logits_BV]
+    is_open_B = torch.ones(len(logits_BV), dtype=torch.bool)
+    for new_tokens in range(1, max_new_tokens + 1):
+        next_B = sample(logits_BV, sampling, generators).cpu()
+        for row in is_open_B.nonzero()[:, 0].tolist():
+            token = int(next_B[row])
+            if token in stop_ids:
+                is_open_B[row] = False
+            else:
+                new_ids[row].append(token)
+        if new_tokens == max_new_tokens or not bool(is_open_B.any()):
+            break
+        # A finished row brings padding from here on: nothing of it is stored or attended.
+        logits_BV = model(
+            next_B[:, None].to(device),
+            num_loops=loops,
+            cache=cache,
+            padding_mask_BT=is_open_B[:, None].to(device),
+        )[:, 0]
+    return new_ids, is_open_B
 
 
 def _per_row(num_loops: NumLoops | Sequence[int]) -> NumLoops:

@@ -57,8 +57,8 @@ def rotary_table(
 ) -> RotaryTable:
     """Angles position * theta^(-2 j / rotary_dim), j < rotary_dim / 2 (arXiv 2104.09864)."""
     # fp32: a bf16 angle at position 1000 is off by up to 4 radians.
-    steps = torch.arange(0, rotary_dim, 2, device=positions_BT.device, dtype=torch.float32)
-    frequencies = theta ** (-steps / rotary_dim)
+    doubled = torch.arange(0, rotary_dim, 2, device=positions_BT.device, dtype=torch.float32)
+    frequencies = theta ** (-doubled / rotary_dim)
     angles = positions_BT.to(torch.float32)[..., None, None] * frequencies
     return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
 

@@ -49,7 +49,7 @@ def narrow_rows(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
     """Select rows of dimension 0; a tensor shared by the whole batch (size 1) stays."""
     if tensor is None or tensor.shape[0] == 1:
         return tensor
-    return tensor.index_select(0, rows)
+    return tensor.index_select(0, rows.to(tensor.device))
 
 
 def choose_attention(
@@ -116,10 +116,18 @@ class KVBuffer:
         self.v: Tensor | None = None
 
     def write(self, rows: Tensor, index_BT: Tensor, k_BTGC: Tensor, v_BTGC: Tensor) -> None:
-        """Put token t of row b at position index_BT[b, t] of row rows[b]."""
+        """Put token t of row b at position index_BT[b, t] of row rows[b].
+
+        Raises: ValueError if the dtype differs from what is stored.
+        """
         if self.k is None or self.v is None:
             shape = (self.num_rows, self.capacity + 1, *k_BTGC.shape[2:])
             self.k, self.v = k_BTGC.new_zeros(shape), v_BTGC.new_zeros(shape)
+        if self.k.dtype != k_BTGC.dtype:
+            raise ValueError(
+                f"this cache holds {self.k.dtype} keys and the call brings {k_BTGC.dtype}; keep "
+                "autocast on or off for all calls of one cache."
+            )
         self.k[rows[:, None], index_BT] = k_BTGC
         self.v[rows[:, None], index_BT] = v_BTGC
 

@@ -131,7 +131,8 @@ def _allowed_in_cache(call: CacheCall) -> Tensor:
     source_S = torch.arange(call.num_source_tokens, device=call.index_BT.device)
     allowed_BTS = (source_S <= call.index_BT[..., None]) & call.real_BT[..., None]
     if call.source_document_ids_BS is not None and call.document_ids_BT is not None:
-        same_document = call.source_document_ids_BS[:, None, :] == call.document_ids_BT[..., None]
+        source_ids_BS = call.source_document_ids_BS[:, : call.num_source_tokens]
+        same_document = source_ids_BS[:, None, :] == call.document_ids_BT[..., None]
         allowed_BTS = allowed_BTS & same_document
     return allowed_BTS
 

@@ -35,7 +35,8 @@ class CacheCall:
         real_BT: False at padding.
         num_source_tokens: S, the longest row after this call.
         num_new_B: real tokens per row.
-        document_ids_BT, source_document_ids_BS: of the call, and of all stored tokens; or None.
+        document_ids_BT, source_document_ids_BS: of the call [B, T], and of all positions
+            [B, capacity + 1]; or None.
     """
 
     index_BT: Tensor
@@ -113,9 +114,7 @@ class LoopCache:
             )
         index_BT = self.lengths_B[:, None] + real_BT.long().cumsum(dim=1) - 1
         index_BT = index_BT.masked_fill(~real_BT, self.capacity)
-        source_ids_BS = self._note_documents(index_BT, document_ids_BT)
-        if source_ids_BS is not None:
-            source_ids_BS = source_ids_BS[:, :longest]
+        source_ids_BS = self._with_documents(index_BT, document_ids_BT)
         return CacheCall(index_BT, real_BT, longest, num_new_B, document_ids_BT, source_ids_BS)
 
     def bind_loops(self, num_loops: NumLoops) -> None:
@@ -156,14 +155,18 @@ class LoopCache:
     def advance(self, call: CacheCall) -> None:
         """Count the call's tokens as stored; once per call, after the coda."""
         self.lengths_B = self.lengths_B + call.num_new_B
+        self._document_ids_BS = call.source_document_ids_BS
 
     def end_prompt(self) -> None:
         """The prompt of every row is complete: collapse_last keeps the last loop's entries.
 
         Afterwards a call may bring one token per row only. No effect under other policies.
+        Raises: ValueError if no prompt was stored.
         """
         if self.policy != "collapse_last" or self._prompt_ended:
             return
+        if not self._buffers:
+            raise ValueError("end_prompt on an empty cache; feed the prompt first.")
         by_slot: dict[int, dict[int, KVBuffer]] = {}
         for (block, slot_idx, loop_idx), buffer in self._buffers.items():
             if block == "core":
@@ -211,8 +214,8 @@ class LoopCache:
                 "prefill again in a new cache."
             )
 
-    def _note_documents(self, index_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor | None:
-        """Store the call's document ids beside its tokens; all calls give them, or none."""
+    def _with_documents(self, index_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor | None:
+        """Document ids of all stored tokens and the call's; all calls give them, or none."""
         started = int(self.lengths_B.max()) > 0
         if started and (document_ids_BT is None) != (self._document_ids_BS is None):
             raise ValueError(
@@ -222,6 +225,5 @@ class LoopCache:
             return None
         if self._document_ids_BS is None:
             shape = (self.batch_size, self.capacity + 1)
-            self._document_ids_BS = document_ids_BT.new_zeros(shape)
-        self._document_ids_BS.scatter_(1, index_BT, document_ids_BT)
-        return self._document_ids_BS
+            return document_ids_BT.new_zeros(shape).scatter(1, index_BT, document_ids_BT)
+        return self._document_ids_BS.scatter(1, index_BT, document_ids_BT)

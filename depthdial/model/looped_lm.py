@@ -36,7 +36,7 @@ class LoopCarry(NamedTuple):
     """Tensors that one pass hands to the next besides the state; this model needs none."""
 
 
-class LoopStep(NamedTuple):
+class LoopPass(NamedTuple):
     """What `iterate` yields after each pass.
 
     rows: user-order indices of the rows in `state_BTD`, deepest first; None for the whole batch.
@@ -220,7 +220,7 @@ class LoopedLM(nn.Module):
         binding: SlotBinding,
         initial_state_BTD: Tensor | None = None,
         on_loop: LoopObserver | None = None,
-    ) -> Iterator[LoopStep]:
+    ) -> Iterator[LoopPass]:
         """Run the core and yield after each pass; never advances a cache.
 
         Rows of a mixed batch run deepest first, and rows that are done are narrowed off together
@@ -249,7 +249,7 @@ class LoopedLM(nn.Module):
             if on_loop is not None:
                 replacement_BTD = on_loop(visit.loop_idx, state_BTD, visit.rows)
                 state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
-            yield LoopStep(visit.loop_idx, state_BTD, visit.rows, visit.num_leaving)
+            yield LoopPass(visit.loop_idx, state_BTD, visit.rows, visit.num_leaving)
 
     def final_state(
         self,
@@ -263,7 +263,7 @@ class LoopedLM(nn.Module):
     ) -> Tensor:
         """The state of every row after its own last pass, rows in the order given."""
         leaving_parts, order = [], None
-        for step in self.iterate(
+        for done in self.iterate(
             h_in_BTD,
             num_loops=num_loops,
             ctx=ctx,
@@ -271,9 +271,9 @@ class LoopedLM(nn.Module):
             initial_state_BTD=initial_state_BTD,
             on_loop=on_loop,
         ):
-            order = step.rows if step.loop_idx == 0 else order
-            if step.num_leaving:
-                leaving_parts.append(step.state_BTD[step.state_BTD.shape[0] - step.num_leaving :])
+            order = done.rows if done.loop_idx == 0 else order
+            if done.num_leaving:
+                leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
         if order is None:
             return leaving_parts[0]
         # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.

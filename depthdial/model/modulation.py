@@ -135,11 +135,12 @@ class ELRModulation(LoopConditioning):
 
     @contextmanager
     def tabulated(self) -> Iterator[None]:
-        self._table = {}
+        outer = self._table
+        self._table = {} if outer is None else outer
         try:
             yield
         finally:
-            self._table = None
+            self._table = outer
 
     def condition(self, progress_U: Tensor, budget_U: Tensor) -> Tensor:
         """c = MLP([phi(progress); phi(budget)]), [U, d_cond]."""

@@ -149,7 +149,7 @@ class Optimizers:
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm is {norm}; this step was not taken. Resume from the last "
-                "checkpoint with a lower optim.lr or optim.grad_clip."
+                "checkpoint with a lower learning rate: depthdial resume RUN --optim.lr X."
             )
         return norm
 
@@ -246,17 +246,12 @@ def lr_scale_at(config: OptimConfig, *, step: int, total_steps: int) -> float:
 
     The first of W warmup steps has 1/W; the last of all steps has `min_lr_frac` if there is a
     fall. Both lengths are fractions of `total_steps`, rounded down.
-    Raises: ValueError if the step is out of range or warmup and decay overlap.
+    Raises: ValueError if the step is out of range.
     """
     if not 0 <= step < total_steps:
         raise ValueError(f"step={step} must lie in 0..{total_steps - 1}.")
     # As the decimals that were typed: in binary, 0.29 * 100 falls short of 29.
     warmup, decay = Fraction(str(config.warmup_frac)), Fraction(str(config.decay_frac))
-    if warmup + decay > 1:
-        raise ValueError(
-            f"warmup_frac={config.warmup_frac} and decay_frac={config.decay_frac} add up to more "
-            "than 1; the rise must end before the fall begins."
-        )
     warmup_steps, decay_steps = int(warmup * total_steps), int(decay * total_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from depthdial.config import Recipe
 from depthdial.data.packing import DataState, iterate_batches
-from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
 from depthdial.model.count import flops_per_token
 from depthdial.model.looped_lm import LoopedLM
@@ -36,8 +35,30 @@ from depthdial.train.step import (
     mean_loss,
     train_step,
 )
-from depthdial.train.trackers import make_tracker
+from depthdial.train.trackers import Tracker, make_tracker
 
+# What a resumed run may change; everything else decides weights, data or draws of past steps.
+RESUME_KEYS = (
+    "optim.lr",
+    "optim.adamw_lr",
+    "optim.betas",
+    "optim.eps",
+    "optim.momentum",
+    "optim.weight_decay",
+    "optim.warmup_frac",
+    "optim.decay_frac",
+    "optim.min_lr_frac",
+    "optim.grad_clip",
+    "train.micro_batch_size",
+    "train.precision",
+    "train.compile",
+    "train.device",
+    "train.val_every",
+    "train.val_rows",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.tracker",
+)
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 Status = Literal["finished", "interrupted", "terminated"]
@@ -94,14 +115,31 @@ def train(
     provenance = collect_provenance(seed=recipe.train.seed, device=recipe.train.device)
     run = RunDir.create(root, recipe.name, config=recipe, provenance=provenance)
     session = _Session(recipe, run, data, model, Optimizers(model, recipe.optim), Progress())
+    # Whatever stops the run from here on, there is something to resume from.
+    save_checkpoint(session)
     return _run(session, observer or SilentObserver())
 
 
-def resume(path: str | Path, *, observer: TrainObserver | None = None) -> TrainResult:
-    """Continue a run from its newest intact checkpoint, as if it had never stopped."""
+def resume(
+    path: str | Path,
+    *,
+    overrides: dict[str, Any] | None = None,
+    observer: TrainObserver | None = None,
+) -> TrainResult:
+    """Continue a run from its newest intact checkpoint, as if it had never stopped.
+
+    Args:
+        overrides: dotted recipe keys to change from here on, e.g. {"optim.lr": 1e-3}; moments and
+            data position stay. Written to the run's config.json.
+
+    Raises: ValueError for a key that would make it another run (see `RESUME_KEYS`).
+    """
     run = RunDir.open(path)
     recipe = Recipe.from_file(run.config_path)
     checkpoint = run.latest_checkpoint()
+    if overrides:
+        recipe = _changed(recipe, overrides)
+        run.write_config(recipe)
     data = open_data(recipe)
     model = load_model(checkpoint.path, device=recipe.train.device)
     optimizers = Optimizers(model, recipe.optim)
@@ -110,6 +148,16 @@ def resume(path: str | Path, *, observer: TrainObserver | None = None) -> TrainR
     run.discard_metrics_after(checkpoint.step)
     session = _Session(recipe, run, data, model, optimizers, Progress(**state))
     return _run(session, observer or SilentObserver())
+
+
+def _changed(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+    refused = [key for key in overrides if key not in RESUME_KEYS]
+    if refused:
+        raise ValueError(
+            f"'{refused[0]}' cannot change when a run is resumed: the steps so far used another "
+            f"value. Allowed: {', '.join(RESUME_KEYS)}. Start a new run for anything else."
+        )
+    return recipe.replace(**overrides)
 
 
 def depth_schedule(recipe: Recipe) -> DepthSchedule:
@@ -157,12 +205,14 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
             record = _train_record(session, result, loops, seconds)
             _write(record, run, tracker, observer)
             is_last = step == settings.steps - 1
+            # Read once: a signal that comes later waits for the next step.
+            stop_status = stop[0] if stop else None
             if session.progress.step % settings.val_every == 0 or is_last:
                 _write(_validate(session, loss_module), run, tracker, observer)
-            if session.progress.step % settings.checkpoint_every == 0 or is_last or stop:
+            if session.progress.step % settings.checkpoint_every == 0 or is_last or stop_status:
                 save_checkpoint(session)
-            if stop and not is_last:
-                status = stop[0]
+            if stop_status and not is_last:
+                status = stop_status
                 observer.notice(
                     f"Stopped after step {session.progress.step} and saved. Continue with: "
                     f"depthdial resume {run.path}"
@@ -188,11 +238,6 @@ def save_checkpoint(session: _Session) -> None:
     session.run.save_checkpoint(
         session.progress.step, write, keep=session.recipe.train.keep_checkpoints
     )
-
-
-def checkpoint_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer beside a model."""
-    return Tokenizer.from_dir(folder)
 
 
 def _needs_graft(session: _Session) -> bool:
@@ -281,7 +326,7 @@ def _validate(session: _Session, loss_module: LossModule) -> dict[str, Any]:
     return {"step": session.progress.step, "tokens": session.progress.tokens, **losses}
 
 
-def _write(record: dict[str, Any], run: RunDir, tracker: Any, observer: TrainObserver) -> None:
+def _write(record: dict[str, Any], run: RunDir, tracker: Tracker, observer: TrainObserver) -> None:
     run.append_metrics(record)
     tracker.log(record)
     observer.record(record)
@@ -291,7 +336,8 @@ def _write(record: dict[str, Any], run: RunDir, tracker: Any, observer: TrainObs
 def _stop_signals() -> Iterator[list[Status]]:
     """A list that Ctrl-C or SIGTERM fills; the running step is finished first.
 
-    A second Ctrl-C acts as usual. Only the main thread may take signals.
+    A second Ctrl-C acts as usual; SIGTERM after Ctrl-C does not, so that a parent that stops its
+    children does not cut their save short. Only the main thread may take signals.
     """
     stop: list[Status] = []
     if threading.current_thread() is not threading.main_thread():
@@ -299,7 +345,7 @@ def _stop_signals() -> Iterator[list[Status]]:
         return
 
     def on_interrupt(number: int, frame: object) -> None:
-        if stop:
+        if stop and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.append("interrupted" if number == signal.SIGINT else "terminated")
 

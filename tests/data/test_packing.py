@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthdial.data.packing import IGNORE, DataState, PackedText, iterate_batches
+from depthdial.data.packing import DataState, PackedText, iterate_batches
 from depthdial.data.synthetic import PointerPrograms
 
 RECORDED_ORDER = [[6, 1, 5, 2], [7, 4, 3, 0], [7, 3, 5, 6], [4, 0, 2, 1]]
@@ -84,23 +84,20 @@ def test_targets_are_the_next_tokens_of_the_stream(memory_shards, data):
     source = data.draw(sources(memory_shards))
     batch = source.rows(0, 12)
     stream_T, targets_T = batch.tokens_BT.flatten(), batch.targets_BT.flatten()
-    scored_T = targets_T[:-1] != IGNORE
-    assert torch.equal(targets_T[:-1][scored_T], stream_T[1:][scored_T])
-    if not source.isolate_documents:
-        assert scored_T.all()
+    assert torch.equal(targets_T[:-1], stream_T[1:])
 
 
 @given(data=st.data())
-def test_isolation_ignores_exactly_the_last_token_of_each_document(memory_shards, data):
+def test_end_of_text_opens_the_document_after_it(memory_shards, data):
+    """A document's first token is predicted from the end-of-text before it, and from no more."""
     lengths = data.draw(LENGTHS)
     context = data.draw(st.integers(1, sum(lengths) - 1))
     source = PackedText(memory_shards(lengths), context=context, seed=7)
     batch = source.rows(0, 12)
-    ends = {sum(lengths[: i + 1]) - 1 for i in range(len(lengths))}
-    is_end_BT = torch.tensor([[int(t) in ends for t in row] for row in batch.tokens_BT])
-    assert torch.equal(batch.targets_BT == IGNORE, is_end_BT)
+    starts = {sum(lengths[:i]) for i in range(len(lengths))}
+    opens_BT = torch.tensor([[int(t) in starts for t in row] for row in batch.targets_BT])
     change_BT = batch.document_ids_BT[:, 1:] != batch.document_ids_BT[:, :-1]
-    assert torch.equal(change_BT, is_end_BT[:, :-1])
+    assert torch.equal(change_BT, opens_BT[:, 1:])
 
 
 def test_without_isolation_there_are_no_document_ids(memory_shards):
@@ -113,8 +110,13 @@ def test_one_document_repeated_is_told_apart_from_itself(memory_shards):
     """At an epoch end a document can follow itself; it must not attend to its earlier copy."""
     batch = PackedText(memory_shards([4]), context=3, seed=0).rows(1, 1)
     assert batch.tokens_BT.tolist() == [[3, 0, 1]]
-    assert batch.document_ids_BT.tolist() == [[0, 1, 1]]
-    assert batch.targets_BT.tolist() == [[IGNORE, 1, 2]]
+    assert batch.document_ids_BT.tolist() == [[0, 0, 0]]
+    assert batch.targets_BT.tolist() == [[0, 1, 2]]
+    earlier = PackedText(memory_shards([4]), context=3, seed=0).rows(0, 2)
+    assert earlier.document_ids_BT.tolist() == [[0, 0, 0], [0, 0, 0]]
+    wide = PackedText(memory_shards([4]), context=2, seed=0).rows(1, 1)
+    assert wide.tokens_BT.tolist() == [[2, 3]]
+    assert wide.document_ids_BT.tolist() == [[0, 1]]
 
 
 def test_epochs_and_seeds_have_different_orders(memory_shards):

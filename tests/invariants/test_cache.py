@@ -217,3 +217,61 @@ def test_cache_bytes_grow_with_loops_only_where_each_loop_keeps_its_own():
 def test_config_policy_is_the_default():
     config = toy_config(**{"loop.cache_policy": "last_step"})
     assert LoopCache(config, batch_size=1, capacity=4).policy == "last_step"
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was(model):
+    """Document ids used to be stored while the call was still being planned."""
+    tokens, cache = toy_tokens(1, 6), new_cache(model, capacity=6)
+    ids = torch.zeros(1, 7, dtype=torch.int64)
+    with pytest.raises(ValueError, match="would hold 7 tokens"):
+        model(toy_tokens(1, 7), num_loops=2, cache=cache, document_ids_BT=ids)
+    model(tokens[:, :5], num_loops=2, cache=cache)
+    with pytest.raises(ValueError, match="in every call on a cache"):
+        model(tokens[:, 5:], num_loops=2, cache=cache, document_ids_BT=ids[:, 5:6])
+    last = model(tokens[:, 5:], num_loops=2, cache=cache)
+    assert (last - model(tokens, num_loops=2)[:, 5:]).abs().max() <= TOLERANCE
+
+
+def test_end_prompt_without_a_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="feed the prompt first"):
+        new_cache(model, "collapse_last").end_prompt()
+
+
+def test_autocast_must_not_change_between_calls_of_one_cache(model):
+    cache = new_cache(model)
+    model(toy_tokens(1, 3), num_loops=1, cache=cache)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match="keep autocast on or off"),
+    ):
+        model(toy_tokens(1, 1), num_loops=1, cache=cache)
+
+
+@pytest.mark.parametrize("num_loops", ALL_LOOPS)
+def test_mixed_depths_documents_padding_and_cache_together(model, num_loops):
+    """Every row of the batch equals its own uncached, unpadded, single-document runs."""
+    depths = torch.tensor([num_loops, 1, 3])
+    tokens = toy_tokens(3, 10)
+    documents = torch.tensor([[0] * 4 + [1] * 6, [0] * 10, [5] * 7 + [9] * 3])
+    real = torch.ones(3, 10, dtype=torch.bool)
+    real[0, :2], real[1, 8:] = False, False
+    cache = new_cache(model, batch_size=3)
+    edges = [0, 3, 4, 8, 10]
+    logits = torch.cat(
+        [
+            model(
+                tokens[:, a:b],
+                num_loops=depths,
+                cache=cache,
+                padding_mask_BT=real[:, a:b],
+                document_ids_BT=documents[:, a:b],
+            )
+            for a, b in zip(edges, edges[1:], strict=False)
+        ],
+        dim=1,
+    )
+    for row in range(3):
+        for document in documents[row].unique():
+            here = (documents[row] == document) & real[row]
+            alone = model(tokens[row, here][None], num_loops=int(depths[row]))[0]
+            assert (logits[row, here] - alone).abs().max() <= TOLERANCE

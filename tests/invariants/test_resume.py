@@ -15,6 +15,7 @@ from toys import toy_config
 
 from depthdial.config import DataConfig, DepthConfig, OptimConfig, Recipe, TrainConfig
 from depthdial.data.corpora import prepare_corpus, read_corpus
+from depthdial.data.packing import DataState
 from depthdial.model.checkpoint import read_tensors
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.train import pretrain
@@ -110,6 +111,9 @@ def test_12_steps_equal_5_plus_7_bit_for_bit_across_switch_and_epoch_end(
     parts = recipe("parts", cache_dir, **{"train.precision": precision})
     epoch_rows = open_data(whole).train.epoch_tokens // CONTEXT
     start = epoch_rows - 8 * BATCH
+    source = open_data(whole).train
+    assert DataState(start).epoch(source) == 0
+    assert DataState(start + STEPS * BATCH).epoch(source) == 1
     assert pretrain.depth_schedule(whole).switch_step == 8
     result = pretrain._run(session_of(whole, tmp_path, next_row=start), StopAfter(-1))
     assert result.status == "finished"

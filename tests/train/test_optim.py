@@ -483,8 +483,9 @@ def test_schedule_lengths_are_the_decimals_that_were_typed():
     total_steps=st.integers(1, 60),
 )  # fmt: skip
 def test_learning_rate_scale_rises_then_falls_within_its_bounds(warmup, decay, floor, total_steps):
+    decay = min(decay, 100 - warmup)
     config = OptimConfig(
-        warmup_frac=warmup / 100, decay_frac=min(decay, 100 - warmup) / 100, min_lr_frac=floor
+        warmup_frac=warmup / 100, decay_frac=decay / 100, min_lr_frac=floor if decay else 0.0
     )
     scales = [lr_scale_at(config, step=s, total_steps=total_steps) for s in range(total_steps)]
     assert all(0.0 <= scale <= 1.0 + 1e-9 for scale in scales)
@@ -499,7 +500,14 @@ def test_step_outside_the_run_is_refused(step):
         lr_scale_at(OptimConfig(), step=step, total_steps=10)
 
 
-def test_overlapping_warmup_and_decay_are_refused():
-    config = OptimConfig(warmup_frac=0.6, decay_frac=0.5)
-    with pytest.raises(ValueError, match="add up to more than 1"):
-        lr_scale_at(config, step=0, total_steps=10)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_frac": 0.6, "decay_frac": 0.5}, "add up to more than 1"),
+        ({"min_lr_frac": 0.1, "decay_frac": 0.0}, "no effect with decay_frac=0"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "no effect with optimizer='adamw'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**settings)
