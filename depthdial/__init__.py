@@ -12,9 +12,16 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from depthdial import train as _train_package
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from depthdial.config import Recipe
+    from depthdial.train.pretrain import TrainResult
+    from depthdial.train.progress import TrainObserver
 
 __version__ = "0.1.0"
 
@@ -26,6 +33,7 @@ _NAMES = {
     "Recipe": "depthdial.config",
     "TrainResult": "depthdial.train.pretrain",
     "load": "depthdial.api",
+    "resume": "depthdial.api",
     "sweep": "depthdial.api",
 }
 
@@ -39,8 +47,18 @@ class _CallablePackage(ModuleType):
     would vanish with the first such import (the fault kind of faults.md B60).
     """
 
-    def __call__(self, recipe: Any, **options: Any) -> Any:
-        return import_module("depthdial.api").train(recipe, **options)
+    def __call__(
+        self,
+        recipe: str | Path | Recipe,
+        *,
+        root: str | Path = "runs",
+        observer: TrainObserver | None = None,
+        **overrides: Any,
+    ) -> TrainResult:
+        """Train a recipe into a new folder root/name; see `depthdial.api.train`."""
+        from depthdial.api import train
+
+        return train(recipe, root=root, observer=observer, **overrides)
 
 
 _train_package.__class__ = _CallablePackage

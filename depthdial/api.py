@@ -8,19 +8,17 @@ and refused at once.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from depthdial.config import CachePolicy, ModelConfig, Recipe, nearest_name
+from depthdial.api_data import token_documents
+from depthdial.config import CachePolicy, ModelConfig, Recipe
+from depthdial.recipes import recipe_file
 
 if TYPE_CHECKING:
-    from depthdial.data.documents import Document
-    from depthdial.data.shards import TokenDocument
     from depthdial.data.synthetic import PointerPrograms
     from depthdial.data.tokenizer import Tokenizer
     from depthdial.engine.generate import Generation
@@ -29,12 +27,9 @@ if TYPE_CHECKING:
     from depthdial.train.pretrain import TrainResult
     from depthdial.train.progress import TrainObserver
 
-RECIPES = Path(__file__).parent / "recipes"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 DATA_SOURCES = ("data.path", "data.corpus", "data.task")
-POINTER_ROWS = 512
-"""Pointer programs that a sweep solves."""
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -46,7 +41,8 @@ class Completion:
         text: without the prompt, without the stop text.
         num_loops: passes of the core for every token.
         finish_reason: `stop` (end-of-text token or stop text) or `length`.
-        prompt_tokens, completion_tokens: tokens read and tokens generated.
+        prompt_tokens: tokens read, the end-of-text token that opens the prompt among them.
+        completion_tokens: tokens generated.
     """
 
     text: str
@@ -82,10 +78,14 @@ class Model:
         stop: str | Sequence[str] = (),
         cache_policy: CachePolicy | None = None,
     ) -> list[Completion]:
-        """Continue every prompt.
+        """Continue every prompt as the beginning of a document.
+
+        As in training and in sweeps, a document follows an end-of-text token: where the tokenizer
+        has one (that of pointer programs has none), it is put before every prompt and counts as
+        a token of it.
 
         Args:
-            prompts: one text or several; several run as one batch.
+            prompts: one text or several, none empty; several run as one batch.
             num_loops: for all prompts, or one per prompt, each >= 1; None for the config's.
             max_new_tokens: most tokens per prompt, >= 1; None for 64, or for what is left of the
                 context after the longest prompt if that is less.
@@ -108,7 +108,7 @@ class Model:
         stop_texts = [stop] if isinstance(stop, str) else list(stop)
         if "" in stop_texts:
             raise ValueError("a stop text is empty, which would end every text at once; remove it.")
-        prompt_ids = self.tokenizer.encode_batch(texts)
+        prompt_ids = self._prompt_ids(texts)
         if max_new_tokens is None:
             room = self.config.max_context - max(map(len, prompt_ids), default=0)
             max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
@@ -124,6 +124,15 @@ class Model:
             cache_policy=cache_policy,
         )
         return [_completion(self.tokenizer, result, stop_texts) for result in results]
+
+    def _prompt_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each prompt as the beginning of a document."""
+        for number, text in enumerate(texts):
+            if not text:
+                raise ValueError(f"prompt {number} is empty; give at least one character.")
+        eos_id = self.tokenizer.eos_id
+        opening = [] if eos_id is None else [eos_id]
+        return [[*opening, *ids] for ids in self.tokenizer.encode_batch(texts)]
 
 
 def load(path_or_id: str | Path, *, device: str = "cpu") -> Model:
@@ -163,12 +172,34 @@ def train(
 
     Returns: folder of the run and whether it finished, or was stopped and saved.
     Raises: ValueError for an unknown key (with the nearest name), a value out of range, or a run
-        that exists.
+        that exists; FloatingPointError if the gradient is no longer a number.
     """
     from depthdial.train import pretrain
 
-    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    return pretrain.train(load_recipe(recipe, dotted), root=root, observer=observer)
+    return pretrain.train(load_recipe(recipe, _dotted(overrides)), root=root, observer=observer)
+
+
+def resume(
+    run: str | Path, *, observer: TrainObserver | None = None, **overrides: Any
+) -> TrainResult:
+    """Continue a run from its newest intact checkpoint, as if it had never stopped.
+
+        depthdial.resume("runs/tiny-text", optim__lr=2e-3)
+
+    Args:
+        run: folder of the run.
+        observer: is told about every metrics record; None is silent.
+        overrides: recipe keys with `__` in place of each dot, in force from here on and written to
+            the run's config.json. Only keys that leave it the same run: of the optimizer and the
+            schedule, of precision and device, of what is written when.
+
+    Returns: as `train`.
+    Raises: FileNotFoundError if there is no run; ValueError for a key that cannot change (the
+        text lists those that can) or a value out of range; FloatingPointError as in `train`.
+    """
+    from depthdial.train import pretrain
+
+    return pretrain.resume(run, overrides=_dotted(overrides), observer=observer)
 
 
 def sweep(
@@ -180,6 +211,7 @@ def sweep(
     stride: int | None = None,
     rows_per_forward: int = 16,
     precision: Literal["fp32", "bf16"] = "fp32",
+    trained_loops: Sequence[int] | None = None,
 ) -> DepthSweep:
     """Loss of every document at every loop count.
 
@@ -187,16 +219,16 @@ def sweep(
         model: a `Model`, or what `load` takes.
         data: a prepared folder (its validation split); a text file or a folder of them; a list of
             such paths as `Path`; a list of texts; or pointer programs, for a model of them.
-        loops: loop counts; None for 1 .. max_loops + 2. Those above max_loops are outside training.
-        context: tokens that predict one another; None for the model's max_context.
-        stride: new tokens per window after a document's first; None for no overlap.
-        rows_per_forward: windows computed at once; changes memory, not results.
+        loops: loop counts; None for 1 .. max_loops + 2. Those that training never ran are marked.
+        context: tokens that predict one another; None for the model's max_context. Text only.
+        stride: new tokens per window after a document's first; None for no overlap. Text only.
+        rows_per_forward: rows computed at once; changes memory, not results.
         precision: of the matrix products.
+        trained_loops: loop counts that training ran; None for those of the run if `model` is the
+            path of one, else 1 .. max_loops.
 
-    context and stride have no effect on pointer programs: each row is one program.
-
-    Raises: ValueError or FileNotFoundError, also for text without any token and for a folder
-        prepared with another tokenizer.
+    Raises: ValueError or FileNotFoundError, also for text without any token, for a folder
+        prepared with another tokenizer, and for an option that has no effect on the data.
     """
     from depthdial.data.synthetic import PointerPrograms
     from depthdial.eval.depth_sweep import (
@@ -206,11 +238,25 @@ def sweep(
     )
 
     if not isinstance(model, Model):
+        recipe = run_recipe(model)
+        if trained_loops is None and recipe is not None:
+            trained_loops = loops_in_training(recipe)
         model = load(model)
     loops = default_loops(model.config.max_loops) if loops is None else loops
     if isinstance(data, PointerPrograms):
+        for name, value in (("context", context), ("stride", stride)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} has no effect on pointer programs: a row is one program of "
+                    f"{data.context} words. Leave it out."
+                )
         return sweep_pointer_programs(
-            model.looped_lm, data, loops=loops, num_rows=POINTER_ROWS, precision=precision
+            model.looped_lm,
+            data,
+            loops=loops,
+            rows_per_forward=rows_per_forward,
+            precision=precision,
+            trained_loops=trained_loops,
         )
     if model.tokenizer.eos_id is None:
         raise ValueError(
@@ -225,21 +271,9 @@ def sweep(
         stride=stride,
         rows_per_forward=rows_per_forward,
         precision=precision,
+        trained_loops=trained_loops,
         start_id=model.tokenizer.eos_id,
     )
-
-
-def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
-def recipe_file(name: str) -> Path:
-    """File of a shipped recipe. Raises ValueError with the nearest name."""
-    if name not in recipe_names():
-        known = nearest_name(name, recipe_names())
-        raise ValueError(f"'{name}' is neither a recipe file nor a shipped recipe.{known}")
-    return RECIPES / f"{name}.yaml"
 
 
 def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -247,11 +281,14 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
 
     Args:
         recipe: name of a shipped recipe, a YAML or JSON file, or a `Recipe`.
-        overrides: dotted key -> value of plain JSON types.
+        overrides: dotted key -> value of plain JSON types. A group (`model.modulation`) and keys
+            of it may both be given: the keys then change the group that was given.
 
     Raises: ValueError naming every wrong key or value; FileNotFoundError.
     """
-    changes = dict(overrides or {})
+    # A group before its keys: it must not take back what they set.
+    changes = dict(sorted((overrides or {}).items(), key=lambda item: item[0].count(".")))
+    _check_groups(changes)
     named = [key for key in DATA_SOURCES if changes.get(key) is not None]
     if named:
         # A recipe has one source of data; naming another one replaces it.
@@ -261,6 +298,25 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
     if not isinstance(recipe, Recipe):
         recipe = _read_recipe(recipe)
     return recipe.replace(**changes) if changes else recipe
+
+
+def run_recipe(path: str | Path) -> Recipe | None:
+    """The recipe of the run that a path is, or is a checkpoint of; None outside a run."""
+    path = Path(path)
+    for folder in (path, path.parent.parent):
+        if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+            return Recipe.from_file(folder / "config.json")
+    return None
+
+
+def loops_in_training(recipe: Recipe) -> list[int]:
+    """Loop counts that a recipe's training runs: what it draws, and one before a late switch."""
+    from depthdial.train.depth_schedule import depth_probabilities
+    from depthdial.train.pretrain import depth_schedule
+
+    schedule = depth_schedule(recipe)
+    drawn = [k for k, share in enumerate(depth_probabilities(schedule), start=1) if share > 0]
+    return sorted({*drawn, 1}) if schedule.switch_step > 0 else drawn
 
 
 def model_folder(path_or_id: str | Path) -> Path:
@@ -285,35 +341,6 @@ def model_folder(path_or_id: str | Path) -> Path:
     return path
 
 
-def token_documents(
-    data: str | Path | Sequence[str] | Sequence[Path], tokenizer: Tokenizer
-) -> list[TokenDocument]:
-    """Documents as token ids, each closed by the end-of-text token; see `sweep` for `data`.
-
-    Documents without text are skipped, with one warning that counts them.
-    Raises: ValueError if no document has text.
-    """
-    from depthdial.data.documents import is_empty
-    from depthdial.data.shards import META_FILE
-
-    if isinstance(data, str | Path):
-        if (Path(data) / META_FILE).is_file():
-            return _prepared_documents(Path(data), tokenizer)
-        data = [Path(data)]
-    documents = list(_read(data))
-    with_text = [document for document in documents if not is_empty(document)]
-    if not with_text:
-        raise ValueError(
-            f"nothing to measure: all {len(documents)} documents are empty. Give text."
-        )
-    if len(with_text) < len(documents):
-        warnings.warn(
-            f"skipped {len(documents) - len(with_text)} of {len(documents)} documents: no text.",
-            stacklevel=2,
-        )
-    return list(_tokenised(with_text, tokenizer))
-
-
 def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[str]) -> Completion:
     """Text of the new tokens, up to the earliest stop text."""
     text = tokenizer.decode(result.token_ids)
@@ -325,6 +352,22 @@ def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[s
         prompt_tokens=result.prompt_tokens,
         completion_tokens=len(result.token_ids),
     )
+
+
+def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword names as recipe keys: `train__steps` is `train.steps`."""
+    return {name.replace("__", "."): value for name, value in overrides.items()}
+
+
+def _check_groups(changes: Mapping[str, Any]) -> None:
+    """Refuse a group that is null together with keys of it."""
+    for group, value in changes.items():
+        inside = [key for key in changes if key.startswith(f"{group}.")]
+        if value is None and inside:
+            raise ValueError(
+                f"{group}=null and {inside[0]}={changes[inside[0]]} contradict each other: a group "
+                "that is null has no keys. Leave one of them out."
+            )
 
 
 def _read_recipe(recipe: str | Path) -> Recipe:
@@ -362,50 +405,3 @@ def _from_hub(name: str) -> Path:
             f"no folder at {name}, and as a hub id it cannot be fetched ({reason}). Check the name "
             "and the connection, or give the path of a model directory."
         ) from error
-
-
-def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocument]:
-    """Validation documents of a prepared folder; its token ids must be the model's."""
-    from depthdial.data.shards import TokenShards
-
-    shards = TokenShards.open(folder, "valid")
-    digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-    if shards.meta["tokenizer_sha256"] != digest:
-        raise ValueError(
-            f"{folder} was prepared with another tokenizer than this model's, so its token ids "
-            "mean other text. Give the text files themselves."
-        )
-    return list(shards.documents())
-
-
-def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:
-    """Documents of a list: texts if its items are strings, files if they are paths."""
-    from depthdial.data.documents import Document, find_files, read_documents
-
-    items = list(data)
-    if all(isinstance(item, Path) for item in items):
-        yield from read_documents(find_files(items).supported)
-        return
-    for number, text in enumerate(items, start=1):
-        if not isinstance(text, str):
-            raise ValueError(
-                f"item {number} of the data is a {type(text).__name__}; give a list of texts "
-                "(str), or a list of files (pathlib.Path)."
-            )
-        if "\n" not in text and len(text) < 256 and Path(text).is_file():
-            raise ValueError(
-                f"item {number} of the data is '{text}', the name of a file; strings in a list "
-                "are texts. For files give pathlib.Path objects."
-            )
-        yield Document(f"text {number}", text)
-
-
-def _tokenised(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[TokenDocument]:
-    import numpy as np
-
-    from depthdial.data.shards import TokenDocument
-
-    ids_of_each = tokenizer.encode_batch([document.text for document in documents])
-    for document, ids in zip(documents, ids_of_each, strict=True):
-        tokens_T = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
-        yield TokenDocument(document.name, tokens_T, len(document.text.encode("utf-8")))

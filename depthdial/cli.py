@@ -4,7 +4,7 @@
     75 stopped by SIGTERM after saving   130 stopped by Ctrl-C
 
 Results go to standard output, progress and messages to standard error. The subcommands are in
-`cli_train.py` and `cli_model.py`; only the chosen one's module is imported.
+`cli_train.py`, `cli_model.py` and `cli_sweep.py`; only the chosen one's module is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from depthdial import __version__
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_TERMINATED, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
 COMMANDS = {
-    "demo": ("cli_train", "train, measure and report on this machine (about 12 minutes)"),
+    "demo": ("cli_train", "train, measure and report on this machine (8 to 12 minutes)"),
     "train": ("cli_train", "train a recipe; any of its keys can be changed by a flag"),
     "resume": ("cli_train", "continue a run that was stopped"),
     "prepare": ("cli_train", "turn your text into training data"),
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader of a pipe left; a later flush of stdout must not fail a second time.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_FAILED
-        except (ValueError, OSError, RuntimeError, ImportError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError, ArithmeticError) as error:
             if debug:
                 raise
             _say(f"error: {_text_of(error)}")

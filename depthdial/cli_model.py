@@ -20,8 +20,10 @@ from depthdial.cli_tables import flops, remark, result_console, short_count, siz
 from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, load_yaml, nearest_name
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from depthdial.api import Completion
-    from depthdial.model.count import Plan
+    from depthdial.model.count import CachePhase, Plan, PlanRow
 
 BYTES_PER_VALUE = {"bf16": 2, "fp32": 4}
 
@@ -127,7 +129,7 @@ def plan_parser() -> jsonargparse.ArgumentParser:
         "--num-loops",
         nargs="+",
         metavar="K",
-        help="loop counts, each at least 1 (all trained ones)",
+        help="loop counts, each at least 1, e.g. 1 2 4 (all trained ones)",
     )
     parser.add_argument("--context", metavar="N", help="tokens per sequence (the model's context)")
     parser.add_argument("--batch", default="1", metavar="N", help="sequences at a time (1)")
@@ -137,7 +139,7 @@ def plan_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--override-frac",
         metavar="X",
-        help="share of training rows kept at one loop, in [0, 1] (the recipe's, or 0)",
+        help="share of training slices kept at one loop, in [0, 1] (the recipe's, or 0)",
     )
     parser.add_argument(
         "--switch-frac",
@@ -149,21 +151,23 @@ def plan_parser() -> jsonargparse.ArgumentParser:
 
 def run_plan(options: Options) -> int:
     """Print what a model costs."""
-    from depthdial.model.count import plan
+    from depthdial.model.count import CACHE_SLOTS, plan
+    from depthdial.train.depth_schedule import DepthSchedule, mean_loops
 
     config, depth, source = _described(options.model)
     context = number(options.context, "--context", whole=True)
     batch_size = number(options.batch, "--batch", whole=True)
-    override_frac = number(options.override_frac, "--override-frac", whole=False)
-    switch_frac = number(options.switch_frac, "--switch-frac", whole=False)
+    fractions = {
+        "override_frac": number(options.override_frac, "--override-frac", whole=False),
+        "switch_frac": number(options.switch_frac, "--switch-frac", whole=False),
+    }
+    depth = depth.replace(**{name: x for name, x in fractions.items() if x is not None})
     if options.num_loops is None:
         loops = list(range(1, config.max_loops + 1))
     else:
         loops = loop_counts(options.num_loops)
-    override_frac = depth.override_frac if override_frac is None else override_frac
-    switch_frac = depth.switch_frac if switch_frac is None else switch_frac
-    if not 0 <= switch_frac <= 1:
-        raise ValueError(f"--switch-frac {switch_frac:g}: give a fraction from 0 to 1.")
+    # Of the schedule, only its distribution matters here: neither seed nor length.
+    schedule = DepthSchedule.from_config(depth, max_loops=config.max_loops, seed=0, total_steps=1)
     plans = {
         policy: plan(
             config,
@@ -172,13 +176,13 @@ def run_plan(options: Options) -> int:
             batch_size=batch_size,
             bytes_per_value=BYTES_PER_VALUE[options.dtype],
             policy=policy,
-            override_frac=override_frac,
-            mixed_frac=1 - switch_frac,
+            mean_loops=mean_loops(schedule),
+            mixed_frac=1 - depth.switch_frac,
         )
-        for policy in get_args(CachePolicy)
+        for policy in CACHE_SLOTS
     }
     _print_plan(plans, config, source=source, dtype=options.dtype)
-    _print_training(plans["per_loop"], config, override_frac, switch_frac)
+    _print_training(plans[config.loop.cache_policy], config, depth)
     _print_guesses(options.model)
     return 0
 
@@ -192,10 +196,10 @@ def list_parser() -> jsonargparse.ArgumentParser:
 
 def run_list(options: Options) -> int:
     """Print recipes, presets and corpora, one per line."""
-    from depthdial.api import recipe_file, recipe_names
     from depthdial.data.corpora import corpus_names, describe_corpus
     from depthdial.model.count import count_parameters
     from depthdial.model.presets import preset, preset_names
+    from depthdial.recipes import recipe_file, recipe_names
 
     recipes = []
     for name in recipe_names():
@@ -253,8 +257,9 @@ def _described(name: str) -> tuple[ModelConfig, DepthConfig, str]:
 
     Raises: ValueError or FileNotFoundError.
     """
-    from depthdial.api import load_recipe, recipe_names
+    from depthdial.api import load_recipe
     from depthdial.model.presets import preset, preset_names
+    from depthdial.recipes import recipe_names
 
     path = Path(name)
     if path.is_dir():
@@ -290,7 +295,7 @@ def _print_plan(
     plans: dict[CachePolicy, Plan], config: ModelConfig, *, source: str, dtype: str
 ) -> None:
     """Compute and memory per loop count."""
-    console, own = result_console(), plans["per_loop"]
+    console, own = result_console(), plans[config.loop.cache_policy]
     parameters, split = own.parameters, "/".join(map(str, config.split))
     extra = f" ({short_count(parameters.modulation)} modulation)" if config.modulation else ""
     console.print(
@@ -313,43 +318,51 @@ def _print_plan(
     columns = ("k", "sublayers", "x k=1", "prompt, per token", "decode, per token")
     title = f"Compute at {own.context:,} tokens of context"
     console.print(table(title, columns, compute), "")
-    memory = [
-        (
-            f"{row.num_loops}{marks[row.num_loops]}",
-            size(row.cache_steady_bytes),
-            size(plans["collapse_last"].rows[idx].cache_peak_bytes),
-            size(plans["collapse_last"].rows[idx].cache_steady_bytes),
-            size(plans["last_step"].rows[idx].cache_steady_bytes),
-            size(row.memory_peak_bytes),
-        )
-        for idx, row in enumerate(own.rows)
-    ]
-    columns = (
-        "k",
-        "per_loop",
-        "collapse_last\nprompt",
-        "collapse_last\nafter it",
-        "last_step",
-        "per_loop and\nweights",
-    )
-    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
-    console.print(table(title, columns, memory))
+    console.print(_memory_table(plans, own, marks=marks, dtype=dtype))
     if any(marks.values()):
         console.print(f"* outside training: more loops than max_loops = {config.max_loops}")
     if own.is_beyond_max_context:
         console.print(f"longer than the context the model is meant for ({config.max_context:,})")
 
 
-def _print_training(
-    plan: Plan, config: ModelConfig, override_frac: float, switch_frac: float
-) -> None:
-    """ELR's ratio of training cost."""
-    console = result_console()
-    console.print(
+def _memory_table(
+    plans: dict[CachePolicy, Plan], own: Plan, *, marks: dict[int, str], dtype: str
+) -> Table:
+    """Bytes per loop count: a column for each policy, two where its prompt needs another size."""
+    from depthdial.model.count import CACHE_SLOTS
+
+    columns: list[tuple[str, list[PlanRow], CachePhase]] = []
+    for policy, plan in plans.items():
+        slots = CACHE_SLOTS[policy]
+        if slots["prompt_peak"] == slots["steady"]:
+            columns.append((policy, list(plan.rows), "steady"))
+        else:
+            columns.append((f"{policy}\nprompt", list(plan.rows), "prompt_peak"))
+            columns.append((f"{policy}\nafter it", list(plan.rows), "steady"))
+    rows = []
+    for idx, row in enumerate(own.rows):
+        cells = [
+            size(r[idx].cache_steady_bytes if phase == "steady" else r[idx].cache_peak_bytes)
+            for _, r, phase in columns
+        ]
+        rows.append([f"{row.num_loops}{marks[row.num_loops]}", *cells, size(row.memory_peak_bytes)])
+    headings = ["k", *(name for name, _, _ in columns), f"weights and\n{own.cache_policy}"]
+    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
+    return table(title, headings, rows)
+
+
+def _print_training(plan: Plan, config: ModelConfig, depth: DepthConfig) -> None:
+    """ELR's ratio of training cost, and the depth draws it holds for."""
+    if depth.fixed_loops is not None:
+        draws = f"always {depth.fixed_loops} loop{'s' if depth.fixed_loops > 1 else ''}"
+    else:
+        draws = f"{depth.sampler} draws from 1..{config.max_loops} loops"
+    if depth.override_frac:
+        draws += f", {depth.override_frac:g} kept at one loop"
+    result_console().print(
         f"\nTraining: {plan.training_cost_ratio:.2f} times the executed sublayers of one-loop "
-        f"training on the same\ntokens (loops 1..{config.max_loops}, a share of {override_frac:g} "
-        f"kept at one loop, mean {plan.mean_training_loops:.2f};\nmixed depth for "
-        f"{1 - switch_frac:.0%} of the tokens)"
+        f"training on the same\ntokens.\nDepth: {draws}, mean {plan.mean_training_loops:.2f}, "
+        f"in {1 - depth.switch_frac:.0%} of the steps"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def new_parser(command: str, *, usage: str, description: str) -> jsonargparse.Ar
     """An empty parser for one command."""
     parser = jsonargparse.ArgumentParser(
         prog=f"depthdial {command}",
-        usage=f"depthdial {command} {usage}",
+        usage=f"depthdial {command} {usage}".rstrip(),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         exit_on_error=False,
@@ -67,6 +67,8 @@ def parse(parser: jsonargparse.ArgumentParser, argv: Sequence[str]) -> Options:
     for flag in flags:
         name = flag.partition("=")[0]
         if re.fullmatch(r"--[A-Za-z][\w.-]*", name) and name not in known:
+            if any(key.name == name[2:] for key in recipe_keys()):
+                raise UsageError(f"`{parser.prog}` cannot change the recipe key '{name[2:]}'.")
             raise UsageError(_unknown_flag(name, known) + f" `{parser.prog} --help` lists all.")
     try:
         return parser.parse_args(list(argv))
@@ -74,16 +76,27 @@ def parse(parser: jsonargparse.ArgumentParser, argv: Sequence[str]) -> Options:
         raise UsageError(f"{str(error).strip()}. See `{parser.prog} --help`.") from None
 
 
-def add_recipe_flags(parser: jsonargparse.ArgumentParser) -> None:
-    """A flag for every key of a recipe that can be changed, in the groups of the recipe."""
+def add_recipe_flags(
+    parser: jsonargparse.ArgumentParser, *, only: Collection[str] | None = None
+) -> None:
+    """A flag for every key of a recipe, in the groups of the recipe.
+
+    Args:
+        only: the keys that the command can change, in a run that has a value for each; None for
+            all, with the defaults of keys that a recipe leaves out.
+    """
     groups: dict[str, Any] = {}
     for key in recipe_keys():
+        if only is not None and key.name not in only:
+            continue
         title = f"recipe keys: {key.group}" if key.group else "recipe keys"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        text = f"{key.description} ({key.values}; {key.default})"
+        allowed = f"{key.values}; {key.default}" if only is None else key.values
+        text = f"{key.description} ({allowed})"
         groups[title].add_argument(
             f"--{key.name}",
+            dest=_flat(key),
             metavar="VALUE",
             default=jsonargparse.SUPPRESS,
             help=text.replace("%", "%%"),
@@ -92,9 +105,8 @@ def add_recipe_flags(parser: jsonargparse.ArgumentParser) -> None:
 
 def recipe_overrides(options: Options) -> dict[str, Any]:
     """Dotted key -> value of the recipe flags that were given. Raises: UsageError."""
-    given = {key: options[key.name] for key in recipe_keys() if key.name in options}
-    # A group that can be null is also the parent of its own keys.
-    return {key.name: _value(key, text) for key, text in given.items() if isinstance(text, str)}
+    given = {key: options[_flat(key)] for key in recipe_keys() if _flat(key) in options}
+    return {key.name: _value(key, text) for key, text in given.items()}
 
 
 def recipe_keys() -> list[RecipeKey]:
@@ -121,6 +133,14 @@ def number(text: str | None, flag: str, *, whole: bool) -> Any:
     except ValueError:
         kind = "a whole number" if whole else "a number"
         raise UsageError(f"{flag} needs {kind}, got '{text}'.") from None
+
+
+def _flat(key: RecipeKey) -> str:
+    """Name of a key's value among the options.
+
+    Without dots: these would nest, and a group given as a whole would be lost beside its own keys.
+    """
+    return key.name.replace(".", "__")
 
 
 def _number_or_text(text: str) -> int | float | str:

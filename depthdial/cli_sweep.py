@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jsonargparse
 
-from depthdial.cli_options import Options, loop_counts, new_parser, number
+from depthdial.cli_options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli_tables import flops, remark, result_console, short_count, signed, table
-from depthdial.config import Recipe
 from depthdial.eval.stats import BOOTSTRAP_SEED, EQUAL_MARGIN_NATS
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ class Measurement:
         data: where the documents come from, in words.
         context: tokens that predict one another.
         baseline: the other model's sweep, and the loop count it is compared at.
+        precision: of losses and of timing.
         latency: milliseconds per token; None where no time was taken.
     """
 
@@ -43,6 +43,7 @@ class Measurement:
     context: int
     baseline: DepthSweep | None
     baseline_loops: int
+    precision: str
     latency: dict[int, Latency] | None
 
 
@@ -50,34 +51,44 @@ def sweep_parser() -> jsonargparse.ArgumentParser:
     """Flags of `sweep`."""
     parser = new_parser(
         "sweep",
-        usage="MODEL [--data PATH ...] [--loops LIST] [...]",
+        usage="MODEL [--data PATH ...] [--num-loops LIST] [...]",
         description="Loss at every loop count with 95 % intervals over documents, and what each\n"
         "costs.\n\n"
         "  depthdial sweep runs/tiny-text --baseline runs/tiny-text-baseline\n"
-        "  depthdial sweep runs/tiny-text --data letters.txt --loops 1,4",
+        "  depthdial sweep runs/tiny-text --data letters.txt --num-loops 1,4",
     )
     parser.add_argument("model", help="run, checkpoint, model directory, or hub id org/name")
     parser.add_argument(
         "--data",
         nargs="+",
         metavar="PATH",
-        help="a prepared folder (its held-out documents), or text files (held-out data of the run)",
+        help="a prepared folder, of which held-out documents are taken, or text files (the "
+        "held-out data of the run)",
     )
     parser.add_argument(
-        "--loops",
+        "--num-loops",
         metavar="LIST",
         help="loop counts, each at least 1, e.g. 1,2,4 (all trained ones and two beyond)",
     )
-    parser.add_argument("--baseline", metavar="MODEL", help="compare with this model, same data")
+    parser.add_argument(
+        "--baseline",
+        metavar="MODEL",
+        help="compare with this model, at its own default loop count, on the same data",
+    )
     parser.add_argument(
         "--margin",
-        default=str(EQUAL_MARGIN_NATS),
         metavar="X",
-        help="differences inside it count as equal, nats per token, at least 0 (0.01)",
+        help="differences from the baseline inside it count as equal, nats per token, at least 0 "
+        f"({EQUAL_MARGIN_NATS:g})",
     )
-    parser.add_argument("--context", metavar="N", help="tokens per row (the run's, or the model's)")
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], default="fp32", help="matrix products (fp32)"
+        "--context", metavar="N", help="tokens per row of text (the run's, or the model's)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="of matrix products, for losses and times (fp32)",
     )
     parser.add_argument("--no-timing", action="store_true", help="do not measure milliseconds")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -88,7 +99,12 @@ def sweep_parser() -> jsonargparse.ArgumentParser:
 
 def run_sweep(options: Options) -> int:
     """Measure and print."""
+    if options.margin is not None and options.baseline is None:
+        raise UsageError("--margin goes with --baseline; without it nothing is compared.")
     margin = number(options.margin, "--margin", whole=False)
+    margin = EQUAL_MARGIN_NATS if margin is None else margin
+    if not margin >= 0:
+        raise ValueError(f"--margin {margin:g}: give nats per token, at least 0.")
     measured = _measure(options)
     if options.save is not None:
         measured.sweep.save(options.save)
@@ -105,40 +121,71 @@ def run_sweep(options: Options) -> int:
 
 
 def _measure(options: Options) -> Measurement:
-    from depthdial.api import load, sweep
-    from depthdial.eval.depth_sweep import default_loops, measure_latency
+    from depthdial.api import load, loops_in_training, run_recipe, sweep
+    from depthdial.data.synthetic import PointerPrograms
+    from depthdial.eval.depth_sweep import default_loops
 
     model = load(options.model, device=options.device)
     loops = default_loops(model.config.max_loops)
-    if options.loops is not None:
-        loops = loop_counts(options.loops)
+    if options.num_loops is not None:
+        loops = loop_counts(options.num_loops)
     data, described, context = _evaluation_data(options, model)
-    common = {"context": context, "precision": options.precision}
+    common = {
+        "context": None if isinstance(data, PointerPrograms) else context,
+        "precision": options.precision,
+    }
     remark(f"measuring {len(loops)} loop counts ...")
-    result = sweep(model, data, loops=loops, **common)
+    recipe = run_recipe(options.model)
+    trained = None if recipe is None else loops_in_training(recipe)
+    result = sweep(model, data, loops=loops, trained_loops=trained, **common)
     baseline, baseline_loops = None, 1
     if options.baseline is not None:
         other = load(options.baseline, device=options.device)
         baseline_loops = other.config.num_loops
         baseline = sweep(other, data, loops=[baseline_loops], **common)
-    latency = None
-    if not options.no_timing:
-        prompt_tokens = max(1, context // 2)
-        latency = measure_latency(
-            model.looped_lm, loops=loops, prompt_tokens=prompt_tokens, new_tokens=TIMED_TOKENS
+        result.check_paired(baseline)
+    latency = None if options.no_timing else _latency(options, model, result, context=context)
+    return Measurement(
+        model=model,
+        sweep=result,
+        data=described,
+        context=context,
+        baseline=baseline,
+        baseline_loops=baseline_loops,
+        precision=options.precision,
+        latency=latency,
+    )
+
+
+def _latency(
+    options: Options, model: Model, swept: DepthSweep, *, context: int
+) -> dict[int, Latency]:
+    """Milliseconds per token in the precision of the losses."""
+    import torch
+
+    from depthdial.eval.depth_sweep import measure_latency
+
+    is_bf16 = options.precision == "bf16"
+    device_type = torch.device(options.device).type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_bf16):
+        return measure_latency(
+            model.looped_lm,
+            loops=swept.loops,
+            prompt_tokens=max(1, context // 2),
+            new_tokens=TIMED_TOKENS,
         )
-    return Measurement(model, result, described, context, baseline, baseline_loops, latency)
 
 
 def _evaluation_data(
     options: Options, model: Model
 ) -> tuple[str | list[Path] | PointerPrograms, str, int]:
     """What to measure on, in words too, and the context: the flags', or else the run's."""
+    from depthdial.api import run_recipe
     from depthdial.data.shards import META_FILE
     from depthdial.data.synthetic import PointerPrograms
     from depthdial.train.sources import VALIDATION_SEED, prepared_folder
 
-    recipe = _recipe_of(Path(options.model))
+    recipe = run_recipe(options.model)
     context = number(options.context, "--context", whole=True)
     if context is None:
         context = model.config.max_context if recipe is None else recipe.data.context
@@ -153,18 +200,15 @@ def _evaluation_data(
             "--data with a prepared folder or text files."
         )
     if recipe.data.task is not None:
+        if options.context is not None:
+            raise UsageError(
+                f"--context has no effect on pointer programs, which are {recipe.data.context} "
+                "words long."
+            )
         programs = PointerPrograms(VALIDATION_SEED, context=context, split="valid")
         return programs, "unseen pointer programs", context
     folder = prepared_folder(recipe)
     return str(folder), f"held-out documents of {folder}", context
-
-
-def _recipe_of(path: Path) -> Recipe | None:
-    """The recipe of the run that a path is, or is a checkpoint of."""
-    for folder in (path, path.parent.parent):
-        if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-            return Recipe.from_file(folder / "config.json")
-    return None
 
 
 def _interval(sweep: DepthSweep, num_loops: int) -> Interval | None:
@@ -196,6 +240,14 @@ def _mark(sweep: DepthSweep, num_loops: int) -> str:
     return f"{num_loops}" if sweep.is_trained(num_loops) else f"{num_loops}*"
 
 
+def _trained_words(sweep: DepthSweep) -> str:
+    """`1..4`, or `1, 4` where loop counts between were never trained."""
+    loops = sweep.trained_loops
+    if len(loops) > 2 and loops == tuple(range(loops[0], loops[-1] + 1)):
+        return f"{loops[0]}..{loops[-1]}"
+    return ", ".join(map(str, loops))
+
+
 def _print_loss(measured: Measurement) -> None:
     """Loss per loop count, and the change from the loop count before."""
     console, sweep = result_console(), measured.sweep
@@ -222,7 +274,7 @@ def _print_loss(measured: Measurement) -> None:
     if len(sweep.names) < 2:
         console.print("no intervals: they need at least 2 documents")
     if not all(map(sweep.is_trained, sweep.loops)):
-        console.print(f"* outside training: more loops than max_loops = {sweep.max_loops}")
+        console.print(f"* outside training, which ran k = {_trained_words(sweep)}")
 
 
 def _print_cost(measured: Measurement) -> None:
@@ -249,21 +301,50 @@ def _print_cost(measured: Measurement) -> None:
     console = result_console()
     console.print("", table("Cost per token", columns, rows))
     if measured.latency is not None:
-        console.print("ms: cached greedy decoding of one sequence; compare ratios")
+        console.print(
+            f"ms: cached greedy decoding of one sequence in {measured.precision}; compare ratios"
+        )
+
+
+class DepthAccuracy(NamedTuple):
+    """Answers at one dependency depth (1: a literal, one more per look-up), and the right ones."""
+
+    dependency_depth: int
+    answers: int
+    correct: int
+
+
+def _accuracy(sweep: DepthSweep, num_loops: int) -> list[DepthAccuracy]:
+    """Right answers at one loop count by the depths that occur."""
+    assert sweep.correct_KNP is not None and sweep.total_NP is not None
+    totals_P = sweep.total_NP.sum(axis=0).tolist()
+    correct_P = sweep.correct_KNP[sweep.loops.index(num_loops)].sum(axis=0).tolist()
+    return [
+        DepthAccuracy(depth_idx + 1, total, correct)
+        for depth_idx, (total, correct) in enumerate(zip(totals_P, correct_P, strict=True))
+        if total
+    ]
 
 
 def _print_accuracy(sweep: DepthSweep) -> None:
     """Right answers by dependency depth: rows are depths, columns loop counts."""
-    assert sweep.correct_KNP is not None and sweep.total_NP is not None
-    totals_P = sweep.total_NP.sum(axis=0)
-    rows = []
-    for depth_idx, total in enumerate(totals_P.tolist()):
-        if total:
-            hits = [int(sweep.correct_KNP[i, :, depth_idx].sum()) for i in range(len(sweep.loops))]
-            rows.append([str(depth_idx + 1), *(f"{h / total:.1%}" for h in hits), f"{total:,}"])
-    columns = ["look-ups", *(f"k={_mark(sweep, k)}" for k in sweep.loops), "answers"]
-    title = "Right answers by number of look-ups in a row (guessing: 12.5 %)"
-    result_console().print("", table(title, columns, rows))
+    from depthdial.data.synthetic import NUM_VALUES
+
+    by_loops = [_accuracy(sweep, k) for k in sweep.loops]
+    rows = [
+        [
+            f"{same_depth[0].dependency_depth}",
+            *(f"{at.correct / at.answers:.1%}" for at in same_depth),
+            f"{same_depth[0].answers:,}",
+        ]
+        for same_depth in zip(*by_loops, strict=True)
+    ]
+    columns = ["depth", *(f"k={_mark(sweep, k)}" for k in sweep.loops), "answers"]
+    console = result_console()
+    console.print("", table("Right answers by dependency depth", columns, rows))
+    console.print(
+        f"depth 1 is a literal, each further depth one look-up; guessing gives {1 / NUM_VALUES:.1%}"
+    )
 
 
 def _print_baseline(measured: Measurement, *, margin: float) -> None:
@@ -294,8 +375,9 @@ def _as_json(measured: Measurement, *, margin: float) -> dict[str, Any]:
         "tokens": int(sweep.tokens_N.sum()),
         "context": measured.context,
         "unit": "nats per token",
+        "precision": measured.precision,
         "max_loops": sweep.max_loops,
-        "margin": margin,
+        **({} if measured.baseline is None else {"margin": margin}),
         "depths": [_depth_as_json(measured, k, margin=margin) for k in sweep.loops],
     }
 
@@ -315,6 +397,8 @@ def _depth_as_json(measured: Measurement, k: int, *, margin: float) -> dict[str,
         "executed_sublayers": executed_sublayers(config, k),
         "flops_per_token": flops_per_token(config, k, context=measured.context).total,
     }
+    if sweep.correct_KNP is not None:
+        values["accuracy_by_depth"] = [at._asdict() for at in _accuracy(sweep, k)]
     if measured.latency is not None:
         values["ms_per_token_min"] = measured.latency[k].min_ms
         values["ms_per_token_median"] = measured.latency[k].median_ms

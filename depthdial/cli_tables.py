@@ -28,7 +28,8 @@ def table(
 ) -> Table:
     """A borderless table; columns are flushed right except those whose index is in `left`."""
     grid = Table(
-        title=Text(title, style="bold") if title else None,
+        # A title longer than its table stays on one line.
+        title=Text(title, style="bold", no_wrap=True, overflow="ignore") if title else None,
         title_justify="left",
         box=None,
         pad_edge=False,

@@ -65,12 +65,19 @@ def run_train(options: Options) -> int:
 
 def resume_parser() -> jsonargparse.ArgumentParser:
     """Flags of `resume`."""
+    # Brings torch, which the command needs anyway.
+    from depthdial.train.pretrain import RESUME_KEYS
+
     parser = new_parser(
         "resume",
-        usage="RUN",
-        description="Continue a run from its newest intact checkpoint, as if it had never stopped.",
+        usage="RUN [--KEY VALUE ...]",
+        description="Continue a run from its newest intact checkpoint, as if it had never "
+        "stopped.\nThe keys below may change from there on and are written to its config.json.\n\n"
+        "  depthdial resume runs/tiny-text\n"
+        "  depthdial resume runs/tiny-text --optim.lr 2e-3",
     )
     parser.add_argument("run", help="folder of the run, e.g. runs/tiny-text")
+    add_recipe_flags(parser, only=RESUME_KEYS)
     return parser
 
 
@@ -86,7 +93,7 @@ def run_resume(options: Options) -> int:
     steps = [int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))]
 
     def start(observer: Any) -> TrainResult:
-        return pretrain.resume(options.run, observer=observer)
+        return pretrain.resume(options.run, overrides=recipe_overrides(options), observer=observer)
 
     return _train(recipe, start, first_step=max(steps, default=0))
 
@@ -105,8 +112,7 @@ def prepare_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size",
         metavar="N",
-        help="tokens of the tokenizer that is trained, at least 257 (up to 4096, as the text "
-        "allows)",
+        help="tokens of the tokenizer to train, at least 257 (up to 4096, as the text allows)",
     )
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="use this tokenizer.json instead of training one"
@@ -156,7 +162,9 @@ def report_parser() -> jsonargparse.ArgumentParser:
         description="Measure a run at every loop count and write its report.html (one file).",
     )
     parser.add_argument("run", help="folder of the run, e.g. runs/tiny-text")
-    parser.add_argument("--baseline", metavar="RUN", help="run of the matched non-looped model")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="run of the matched non-looped model, to compare with"
+    )
     return parser
 
 
@@ -177,12 +185,14 @@ def demo_parser() -> jsonargparse.ArgumentParser:
         "demo",
         usage="[--out DIR] [--quick]",
         description="Train text and pointer programs with and without loops, measure every loop\n"
-        "count, and write one report. About 12 minutes on two CPU cores; a second call\n"
-        "goes on where the first one stopped.",
+        "count, and write one report. About 8 minutes on two idle CPU cores, at most 12;\n"
+        "a second call goes on where the first one stopped.",
     )
-    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder (runs/demo)")
     parser.add_argument(
-        "--quick", action="store_true", help="a few steps per run: does it work? no real results"
+        "--out", default="runs/demo", metavar="DIR", help="folder to write (runs/demo)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="20 steps per run: shows that it works, no results"
     )
     return parser
 

@@ -1,10 +1,13 @@
-"""Settings shared by all tests: one thread, fixed examples, no network."""
+"""What all tests share: one thread, fixed examples, no network; and two really tiny runs."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,3 +50,97 @@ def no_network() -> Iterator[None]:
         patch.setattr(socket.socket, "connect", guarded)
         patch.setattr(socket.socket, "connect_ex", guarded_ex)
         yield
+
+
+TEXTS = [f"Chapter {i}. The ship sailed {i} days past the island of birds. " * 12 for i in range(9)]
+TINY_RECIPE: dict[str, Any] = {
+    "model.vocab_size": 300,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 8,
+    "model.d_ff": 32,
+    "model.max_context": 48,
+    "model.max_loops": 3,
+    "model.num_loops": 2,
+    "model.modulation": {"d_cond": 8, "rank": 4, "embed_dim": 8},
+    "data.context": 16,
+    "train.batch_size": 8,
+    "train.steps": 4,
+    "train.val_every": 4,
+    "train.val_rows": 4,
+    "train.checkpoint_every": 2,
+}
+"""Overrides of a shipped recipe that make its model and its run tiny."""
+NOT_LOOPED = {"model.max_loops": 1, "model.num_loops": 1, "model.modulation": None}
+
+
+class Outcome(NamedTuple):
+    """What one command line did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs one command line in this process."""
+    from depthdial.cli import main
+
+    def run_command(*argv: str | Path) -> Outcome:
+        capsys.readouterr()
+        code = main([str(part) for part in argv])
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def tiny_flags() -> Callable[..., list[str]]:
+    """Makes the flags of the tiny recipe; `train__steps=9` changes one."""
+
+    def flags(**changes: Any) -> list[str]:
+        values = TINY_RECIPE | {name.replace("__", "."): x for name, x in changes.items()}
+        texts = {k: x if isinstance(x, str) else json.dumps(x) for k, x in values.items()}
+        return [part for name, text in texts.items() for part in (f"--{name}", text)]
+
+    return flags
+
+
+@pytest.fixture(scope="session")
+def tiny_texts() -> list[str]:
+    """The documents of `tiny_folder`."""
+    return list(TEXTS)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`texts/`, `data/` prepared from them, `runs/tiny` and its baseline `runs/plain`.
+
+    One for all tests of a process: add files if need be, change none.
+    """
+    import depthdial
+    from depthdial.data.text import prepare
+
+    root = tmp_path_factory.mktemp("tiny")
+    (root / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (root / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    prepare([root / "texts"], root / "data", vocab_size=300, valid_frac=0.3)
+    common = TINY_RECIPE | {"data.path": str(root / "data")}
+    for recipe, name, changes in (
+        ("tiny-text", "tiny", {}),
+        ("tiny-text-baseline", "plain", NOT_LOOPED),
+    ):
+        overrides = common | changes | {"name": name}
+        result = depthdial.train(recipe, root=root / "runs", **overrides)
+        assert (result.status, result.step) == ("finished", 4)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_folder: Path) -> Path:
+    """The looped run of `tiny_folder`."""
+    return tiny_folder / "runs" / "tiny"

@@ -10,66 +10,40 @@ import numpy as np
 import pytest
 
 import depthdial
-from depthdial.api import Model, load_recipe, model_folder, recipe_names, token_documents
-from depthdial.config import Recipe
+from depthdial.api import Model, load_recipe, model_folder
+from depthdial.api_data import token_documents
+from depthdial.config import ModulationConfig, Recipe
+from depthdial.data.shards import TokenDocument
+from depthdial.data.synthetic import PointerPrograms, pointer_tokenizer
 from depthdial.data.text import prepare
-
-TEXTS = [f"Chapter {i}. The ship sailed {i} days past the island of birds. " * 12 for i in range(9)]
-TINY = {
-    "model.vocab_size": 300,
-    "model.d_model": 16,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 1,
-    "model.head_dim": 8,
-    "model.d_ff": 32,
-    "model.max_context": 48,
-    "model.max_loops": 3,
-    "model.num_loops": 2,
-    "model.modulation": {"d_cond": 8, "rank": 4, "embed_dim": 8},
-    "data.context": 16,
-    "train.batch_size": 8,
-    "train.steps": 4,
-    "train.val_every": 4,
-    "train.val_rows": 4,
-    "train.checkpoint_every": 2,
-}
+from depthdial.engine.generate import generate
+from depthdial.eval.depth_sweep import POINTER_ROWS, sweep_documents
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.presets import preset
+from depthdial.recipes import recipe_names
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text files, the prepared folder `prepared`, and the run `runs/tiny` with two checkpoints."""
-    root = tmp_path_factory.mktemp("api")
-    (root / "texts").mkdir()
-    for number, text in enumerate(TEXTS):
-        (root / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
-    prepare([root / "texts"], root / "prepared", vocab_size=300, valid_frac=0.3)
-    overrides = TINY | {"data.path": str(root / "prepared"), "name": "tiny"}
-    result = depthdial.train("tiny-text", root=root / "runs", **overrides)
-    assert (result.status, result.step) == ("finished", 4)
-    return root
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Model:
-    return depthdial.load(folder / "runs" / "tiny")
+def model(tiny_run: Path) -> Model:
+    return depthdial.load(tiny_run)
 
 
 @pytest.fixture
-def damaged_run(folder: Path, tmp_path: Path) -> Iterator[Path]:
+def damaged_run(tiny_run: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of the run whose newest checkpoint lost its last byte."""
     run = tmp_path / "damaged"
-    shutil.copytree(folder / "runs" / "tiny", run)
+    shutil.copytree(tiny_run, run)
     weights = run / "checkpoints" / "step_4" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     yield run
 
 
 class TestLoad:
-    def test_a_run_is_its_newest_checkpoint(self, folder: Path) -> None:
-        assert model_folder(folder / "runs" / "tiny").name == "step_4"
+    def test_a_run_is_its_newest_checkpoint(self, tiny_run: Path) -> None:
+        assert model_folder(tiny_run).name == "step_4"
 
-    def test_a_checkpoint_folder_is_that_checkpoint(self, folder: Path) -> None:
-        checkpoint = folder / "runs" / "tiny" / "checkpoints" / "step_2"
+    def test_a_checkpoint_folder_is_that_checkpoint(self, tiny_run: Path) -> None:
+        checkpoint = tiny_run / "checkpoints" / "step_2"
         assert model_folder(checkpoint) == checkpoint
 
     def test_a_damaged_newest_checkpoint_falls_back_and_names_the_previous(
@@ -82,17 +56,17 @@ class TestLoad:
         with pytest.raises(ValueError, match="step_4 cannot be used: 'model.safetensors' has"):
             depthdial.load(damaged_run / "checkpoints" / "step_4")
 
-    def test_a_mistyped_path_gets_the_nearest_name(self, folder: Path) -> None:
+    def test_a_mistyped_path_gets_the_nearest_name(self, tiny_folder: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"no model at .*tinny\. Did you mean .*/tiny'"):
-            depthdial.load(folder / "runs" / "tinny")
+            depthdial.load(tiny_folder / "runs" / "tinny")
 
     def test_a_hub_id_without_network_says_so_and_what_to_do(self) -> None:
         with pytest.raises(FileNotFoundError, match="(?s)as a hub id .* give the path of a model"):
             depthdial.load("nobody-depthdial/no-such-model")
 
-    def test_a_folder_that_is_no_model_is_refused(self, folder: Path) -> None:
+    def test_a_folder_that_is_no_model_is_refused(self, tiny_folder: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"is not a model directory"):
-            depthdial.load(folder / "texts")
+            depthdial.load(tiny_folder / "texts")
 
 
 class TestGenerate:
@@ -101,7 +75,50 @@ class TestGenerate:
         assert completion.num_loops == model.config.num_loops == 2
         assert completion.finish_reason == "length"
         assert completion.completion_tokens == 5
-        assert completion.prompt_tokens == len(model.tokenizer.encode("The ship"))
+
+    def test_a_prompt_follows_the_end_of_text_token_that_opens_a_document(
+        self, model: Model
+    ) -> None:
+        ids = [model.tokenizer.eos_id, *model.tokenizer.encode("The ship")]
+        [expected] = generate(model.looped_lm, [ids], num_loops=2, max_new_tokens=8)
+        [completion] = model.generate("The ship", num_loops=2, max_new_tokens=8)
+        assert completion.text == model.tokenizer.decode(expected.token_ids)
+        assert completion.prompt_tokens == len(ids)
+
+    def test_what_is_generated_continues_what_a_sweep_scores(self, model: Model) -> None:
+        """The greedy first token is the likeliest of all as the next token of the document."""
+        [completion] = model.generate("The ship", num_loops=2, max_new_tokens=1)
+        start = len(model.tokenizer.encode("The ship"))
+        losses = []
+        for token in range(model.tokenizer.vocab_size):
+            ids = [*model.tokenizer.encode("The ship"), token]
+            document = TokenDocument("one", np.array(ids), 1)
+            whole = sweep_documents(
+                model.looped_lm, [document], loops=[2], context=48, start_id=model.tokenizer.eos_id
+            )
+            losses.append(whole.nll_KN[0, 0])
+        assert start + 1 == completion.prompt_tokens
+        assert model.tokenizer.decode([int(np.argmin(losses))]) == completion.text
+
+    def test_a_tokenizer_without_end_of_text_adds_nothing_to_a_prompt(self) -> None:
+        pointer = Model(LoopedLM(preset("tiny-pointer"), seed=0), pointer_tokenizer())
+        [completion] = pointer.generate("c5 r1f2 c1", max_new_tokens=2)
+        assert completion.prompt_tokens == 3
+
+    def test_without_a_limit_the_opened_prompt_leaves_room_in_the_context(
+        self, model: Model
+    ) -> None:
+        ids = model.tokenizer.encode("The ship sailed past the island of birds. " * 9)[:45]
+        text = model.tokenizer.decode(ids)
+        assert len(model.tokenizer.encode(text)) == 45
+        [completion] = model.generate(text)
+        assert (completion.prompt_tokens, completion.completion_tokens) == (46, 2)
+
+    def test_the_end_of_text_token_counts_against_the_context(self, model: Model) -> None:
+        with pytest.raises(ValueError, match="prompt 0 has 46 tokens and asks for 3 more"):
+            text = "The ship sailed past the island of birds. " * 9
+            ids = model.tokenizer.encode(text)[:45]
+            model.generate(model.tokenizer.decode(ids), max_new_tokens=3)
 
     def test_a_batch_equals_each_prompt_alone_at_its_own_loop_count(self, model: Model) -> None:
         prompts, loops = ["The ship", "Chapter", "island of"], [3, 1, 2]
@@ -131,8 +148,8 @@ class TestGenerate:
             model.generate("The", stop=["", "x"])
 
     def test_an_empty_prompt_is_refused(self, model: Model) -> None:
-        with pytest.raises(ValueError, match="prompt 0 is empty"):
-            model.generate("")
+        with pytest.raises(ValueError, match="prompt 1 is empty; give at least one character"):
+            model.generate(["The", ""])
 
     @pytest.mark.parametrize("num_loops", [0, 2.5, "2", True])
     def test_a_loop_count_below_one_or_not_whole_is_refused(
@@ -148,34 +165,69 @@ class TestGenerate:
 
 class TestSweep:
     def test_texts_files_and_a_folder_of_files_give_the_same_losses(
-        self, folder: Path, model: Model
+        self, tiny_folder: Path, model: Model, tiny_texts: list[str]
     ) -> None:
-        files = sorted((folder / "texts").iterdir())
-        by_text = depthdial.sweep(model, TEXTS, loops=[1, 2])
+        files = sorted((tiny_folder / "texts").iterdir())
+        by_text = depthdial.sweep(model, tiny_texts, loops=[1, 2])
         by_file = depthdial.sweep(model, files, loops=[1, 2])
-        by_folder = depthdial.sweep(model, folder / "texts", loops=[1, 2])
+        by_folder = depthdial.sweep(model, tiny_folder / "texts", loops=[1, 2])
         np.testing.assert_array_equal(by_text.nll_KN, by_file.nll_KN)
         np.testing.assert_array_equal(by_file.nll_KN, by_folder.nll_KN)
 
     def test_a_prepared_folder_means_its_validation_documents(
-        self, folder: Path, model: Model
+        self, tiny_folder: Path, model: Model, tiny_texts: list[str]
     ) -> None:
-        sweep = depthdial.sweep(model, folder / "prepared", loops=[1])
-        assert 0 < len(sweep.names) < len(TEXTS)
+        sweep = depthdial.sweep(model, tiny_folder / "data", loops=[1])
+        assert 0 < len(sweep.names) < len(tiny_texts)
         by_name = dict(zip(sweep.names, sweep.nll(1), strict=True))
-        texts = [(folder / name).read_text(encoding="utf-8") for name in sweep.names]
+        texts = [(tiny_folder / name).read_text(encoding="utf-8") for name in sweep.names]
         np.testing.assert_allclose(
             depthdial.sweep(model, texts, loops=[1]).nll(1), list(by_name.values()), rtol=1e-6
         )
 
-    def test_b15_loop_counts_beyond_training_are_swept_and_marked(self, model: Model) -> None:
-        sweep = depthdial.sweep(model, TEXTS[:2])
+    def test_b15_loop_counts_beyond_training_are_swept_and_marked(
+        self, model: Model, tiny_texts: list[str]
+    ) -> None:
+        sweep = depthdial.sweep(model, tiny_texts[:2])
         assert sweep.loops == (1, 2, 3, 4, 5)
         assert [k for k in sweep.loops if not sweep.is_trained(k)] == [4, 5]
 
-    def test_a_path_of_a_run_stands_for_its_model(self, folder: Path, model: Model) -> None:
-        by_path = depthdial.sweep(str(folder / "runs" / "tiny"), TEXTS[:2], loops=[2])
-        assert by_path.mean_loss(2) == depthdial.sweep(model, TEXTS[:2], loops=[2]).mean_loss(2)
+    def test_b15_the_path_of_a_run_tells_which_loop_counts_were_trained(
+        self, tiny_folder: Path, tiny_texts: list[str], tmp_path: Path
+    ) -> None:
+        changes = {"depth.sampler": "fixed", "depth.fixed_loops": 3, "depth.override_frac": 0.0}
+        recipe = Recipe.from_file(tiny_folder / "runs" / "tiny" / "config.json")
+        for switch_frac, trained in ((0.0, (3,)), (0.5, (1, 3))):
+            name = f"fixed-{switch_frac}"
+            changed = recipe.replace(name=name, **changes | {"depth.switch_frac": switch_frac})
+            run = depthdial.train(changed, root=tmp_path, train__steps=2).path
+            by_path = depthdial.sweep(run, tiny_texts[:1], loops=[1, 2, 3])
+            assert by_path.trained_loops == trained
+            loaded = depthdial.load(run)
+            given = depthdial.sweep(loaded, tiny_texts[:1], loops=[1], trained_loops=[2])
+            assert given.trained_loops == (2,)
+
+    @pytest.mark.parametrize("name", ["context", "stride"])
+    def test_an_option_of_text_is_refused_for_pointer_programs(self, name: str) -> None:
+        model = Model(LoopedLM(preset("tiny-pointer"), seed=0), pointer_tokenizer())
+        programs = PointerPrograms(0, context=32, split="valid")
+        with pytest.raises(ValueError, match=f"{name}=8 has no effect on pointer programs"):
+            depthdial.sweep(model, programs, **{name: 8})
+
+    def test_pointer_programs_need_no_text(self) -> None:
+        model = Model(LoopedLM(preset("tiny-pointer"), seed=0), pointer_tokenizer())
+        programs = PointerPrograms(0, context=8, split="valid")
+        sweep = depthdial.sweep(model, programs, loops=[1], rows_per_forward=512)
+        assert len(sweep.names) == POINTER_ROWS
+        assert sweep.correct_KNP is not None
+
+    def test_a_path_of_a_run_stands_for_its_model(
+        self, tiny_run: Path, model: Model, tiny_texts: list[str]
+    ) -> None:
+        by_path = depthdial.sweep(str(tiny_run), tiny_texts[:2], loops=[2])
+        assert by_path.mean_loss(2) == depthdial.sweep(model, tiny_texts[:2], loops=[2]).mean_loss(
+            2
+        )
 
     def test_b23_empty_documents_are_skipped_and_counted(self, model: Model) -> None:
         with pytest.warns(UserWarning, match="skipped 2 of 3 documents: no text"):
@@ -190,13 +242,13 @@ class TestSweep:
         sweep = depthdial.sweep(model, ["The ship"], loops=[1], context=48)
         assert sweep.tokens_N.tolist() == [len(model.tokenizer.encode("The ship")) + 1]
 
-    def test_ids_of_another_tokenizer_are_refused(self, folder: Path, model: Model) -> None:
-        prepare([folder / "texts"], folder / "other", vocab_size=280)
+    def test_ids_of_another_tokenizer_are_refused(self, tiny_folder: Path, model: Model) -> None:
+        prepare([tiny_folder / "texts"], tiny_folder / "other", vocab_size=280)
         with pytest.raises(ValueError, match="prepared with another tokenizer"):
-            depthdial.sweep(model, folder / "other")
+            depthdial.sweep(model, tiny_folder / "other")
 
-    def test_a_file_name_among_texts_is_refused(self, folder: Path, model: Model) -> None:
-        name = str(folder / "texts" / "0.txt")
+    def test_a_file_name_among_texts_is_refused(self, tiny_folder: Path, model: Model) -> None:
+        name = str(tiny_folder / "texts" / "0.txt")
         with pytest.raises(ValueError, match=r"name of a file; strings in a list are texts"):
             depthdial.sweep(model, [name])
 
@@ -225,6 +277,23 @@ class TestRecipes:
         assert looped.replace(**plain) == baseline
         assert baseline.depth.sampler == "fixed" and baseline.depth.fixed_loops == 1
 
+    @pytest.mark.parametrize(
+        ("recipe", "name", "added"),
+        [
+            ("tiny-pointer", "tiny-pointer", {}),
+            (
+                "tiny-text",
+                "tiny-text",
+                {"modulation": ModulationConfig(d_cond=64, rank=16, embed_dim=64)},
+            ),
+            ("elr-0.5b", "gpt-0.5b", {}),
+        ],
+    )
+    def test_a_recipe_trains_the_preset_of_its_name(
+        self, recipe: str, name: str, added: dict[str, object]
+    ) -> None:
+        assert load_recipe(recipe).model == preset(name).replace(**added)
+
     def test_an_unknown_name_gets_the_nearest_one(self) -> None:
         with pytest.raises(ValueError, match="Did you mean 'tiny-text'"):
             load_recipe("tiny-txt")
@@ -232,6 +301,19 @@ class TestRecipes:
     def test_an_unknown_key_gets_the_nearest_one(self) -> None:
         with pytest.raises(ValueError, match=r"unknown key 'model.loop.updat'. Did you mean"):
             load_recipe("tiny-text", {"model.loop.updat": "delta"})
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_group_that_is_null_beside_a_key_of_it_is_refused(self, order: int) -> None:
+        items = [("model.modulation", None), ("model.modulation.rank", 4)][::order]
+        with pytest.raises(ValueError, match=r"model.modulation=null and .*rank=4 contradict"):
+            load_recipe("tiny-text", dict(items))
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_key_changes_the_group_given_beside_it(self, order: int) -> None:
+        items = [("model.modulation", {"d_cond": 8}), ("model.modulation.rank", 4)][::order]
+        modulation = load_recipe("tiny-text", dict(items)).model.modulation
+        assert modulation is not None
+        assert (modulation.d_cond, modulation.rank) == (8, 4)
 
     def test_naming_a_source_of_data_replaces_the_one_of_the_recipe(self) -> None:
         data = load_recipe("tiny-text", {"data.path": "mine"}).data
@@ -263,7 +345,40 @@ class TestRecipes:
         with pytest.raises(ValueError, match="unknown key 'train.stepps'. Did you mean 'steps'"):
             depthdial.train("tiny-text", root=tmp_path, train__stepps=3)
 
-    def test_the_run_records_the_overridden_recipe(self, folder: Path) -> None:
-        recipe = Recipe.from_file(folder / "runs" / "tiny" / "config.json")
+    def test_the_run_records_the_overridden_recipe(self, tiny_folder: Path, tiny_run: Path) -> None:
+        recipe = Recipe.from_file(tiny_run / "config.json")
         assert recipe.train.steps == 4
-        assert recipe.data.path == str(folder / "prepared")
+        assert recipe.data.path == str(tiny_folder / "data")
+
+
+class TestResume:
+    def test_a_changed_rate_is_in_force_and_written_down(
+        self, tiny_run: Path, tmp_path: Path
+    ) -> None:
+        copy = tmp_path / "tiny"
+        shutil.copytree(tiny_run, copy)
+        shutil.rmtree(copy / "checkpoints" / "step_4")
+        records: list[dict[str, object]] = []
+
+        class Recorder:
+            def record(self, record: dict[str, object]) -> None:
+                records.append(record)
+
+            def notice(self, text: str) -> None:
+                return None
+
+        rates = {"optim__lr": 1e-9, "optim__adamw_lr": 2e-9}
+        with pytest.warns(UserWarning, match="the resumed run writes these steps again"):
+            result = depthdial.resume(copy, observer=Recorder(), **rates)
+        assert (result.status, result.step) == ("finished", 4)
+        taken = [x for r in records for key, x in r.items() if key.startswith("lr/")]
+        assert taken and all(0 <= rate <= 2e-9 for rate in taken)
+        assert Recipe.from_file(copy / "config.json").optim.adamw_lr == 2e-9
+
+    def test_a_key_that_would_make_it_another_run_is_refused(self, tiny_run: Path) -> None:
+        with pytest.raises(ValueError, match="'model.d_ff' cannot change"):
+            depthdial.resume(tiny_run, model__d_ff=64)
+
+    def test_a_folder_that_is_no_run_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="is no run"):
+            depthdial.resume(tmp_path)

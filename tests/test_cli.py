@@ -8,90 +8,27 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import yaml
 
 from depthdial import __version__
-from depthdial.api import recipe_names
-from depthdial.cli import COMMANDS, main
+from depthdial.cli import COMMANDS
 from depthdial.cli_options import recipe_keys
 from depthdial.config import Recipe
+from depthdial.recipes import recipe_names
 from depthdial.train.progress import RichObserver
 
 ROOT = Path(__file__).parents[1]
-TEXTS = [f"Chapter {i}. The ship sailed {i} days past the island of birds. " * 12 for i in range(9)]
-TINY = {
-    "model.vocab_size": "300",
-    "model.d_model": "16",
-    "model.num_heads": "2",
-    "model.num_kv_heads": "1",
-    "model.head_dim": "8",
-    "model.d_ff": "32",
-    "model.max_context": "48",
-    "model.max_loops": "3",
-    "model.num_loops": "2",
-    "model.modulation": "{d_cond: 8, rank: 4, embed_dim: 8}",
-    "data.context": "16",
-    "train.batch_size": "8",
-    "train.steps": "4",
-    "train.val_every": "4",
-    "train.val_rows": "4",
-    "train.checkpoint_every": "2",
-}
-
-
-class Outcome(NamedTuple):
-    """What one command line did."""
-
-    code: int
-    out: str
-    err: str
-
-
-def cli(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Outcome:
-    """Run one command line in this process."""
-    capsys.readouterr()
-    code = main([str(part) for part in argv])
-    captured = capsys.readouterr()
-    return Outcome(code, captured.out, captured.err)
-
-
-def flags(**changes: str) -> list[str]:
-    """Flags of the tiny recipe; `train__steps="9"` changes one."""
-    values = TINY | {name.replace("__", "."): text for name, text in changes.items()}
-    return [part for name, text in values.items() for part in (f"--{name}", text)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, the prepared folder `data`, the runs `runs/tiny` and `runs/plain` (its baseline)."""
-    root = tmp_path_factory.mktemp("cli")
-    (root / "texts").mkdir()
-    for number, text in enumerate(TEXTS):
-        (root / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
-    texts, data, runs = (str(root / name) for name in ("texts", "data", "runs"))
-    valid = ["--valid-frac", "0.3"]
-    assert main(["prepare", texts, "--out", data, "--vocab-size", "300", *valid]) == 0
-    common = ["--root", runs, "--data.path", data]
-    assert main(["train", "tiny-text", "--name", "tiny", *common, *flags()]) == 0
-    plain = flags(model__max_loops="1", model__num_loops="1", model__modulation="null")
-    assert main(["train", "tiny-text-baseline", "--name", "plain", *common, *plain]) == 0
-    return root
-
-
-@pytest.fixture
-def run(folder: Path) -> Path:
-    return folder / "runs" / "tiny"
+Command = Callable[..., Any]
 
 
 class TestFrame:
-    def test_help_names_every_command_in_at_most_80_columns(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        code, out, _ = cli(capsys, "--help")
+    def test_help_names_every_command_in_at_most_80_columns(self, cli: Command) -> None:
+        code, out, _ = cli("--help")
         assert code == 0
         assert all(f"  {name} " in out for name in COMMANDS)
         assert max(map(len, out.splitlines())) <= 80
@@ -114,48 +51,51 @@ class TestFrame:
 
     @pytest.mark.parametrize("command", sorted(COMMANDS))
     def test_help_of_every_command_fits_80_columns(
-        self, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, command: str, cli: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "80")
-        code, out, _ = cli(capsys, command, "--help")
+        code, out, _ = cli(command, "--help")
         assert code == 0
         assert out.startswith(f"usage: depthdial {command}")
         assert max(map(len, out.splitlines())) <= 80
 
-    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli(capsys, "--version") == (0, f"depthdial {__version__}\n", "")
+    def test_the_package_runs_as_the_command(self) -> None:
+        command = [sys.executable, "-m", "depthdial", "--version"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, f"depthdial {__version__}\n")
 
-    def test_no_command_is_a_usage_error(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli(capsys).code == 2
+    def test_version(self, cli: Command) -> None:
+        assert cli("--version") == (0, f"depthdial {__version__}\n", "")
 
-    def test_an_unknown_command_gets_the_nearest_one(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        code, out, err = cli(capsys, "genrate", "x")
+    def test_no_command_is_a_usage_error(self, cli: Command) -> None:
+        assert cli().code == 2
+
+    def test_an_unknown_command_gets_the_nearest_one(self, cli: Command) -> None:
+        code, out, err = cli("genrate", "x")
         assert (code, out) == (2, "")
         assert "unknown command 'genrate'. Did you mean 'generate'?" in err
 
     def test_ctrl_c_outside_training_exits_130(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, cli: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def interrupt(name: str) -> str:
             raise KeyboardInterrupt
 
         monkeypatch.setattr("depthdial.data.corpora.describe_corpus", interrupt)
-        code, _, err = cli(capsys, "list")
+        code, _, err = cli("list")
         assert (code, err) == (130, "stopped.\n")
 
-    def test_debug_shows_the_traceback(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_debug_shows_the_traceback(self, cli: Command) -> None:
         with pytest.raises(FileNotFoundError):
-            cli(capsys, "resume", "nowhere", "--debug")
+            cli("resume", "nowhere", "--debug")
 
 
 class TestRecipeFlags:
     def test_every_key_of_a_recipe_is_in_the_help_with_range_and_default(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, cli: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "2000")
-        out = " ".join(cli(capsys, "train", "--help").out.split())
+        out = " ".join(cli("train", "--help").out.split())
         for key in recipe_keys():
             assert f"--{key.name} VALUE {key.description} ({key.values}; {key.default})" in out
         assert "Peak learning rate of the block matrices. (number > 0; default 0.004)" in out
@@ -176,28 +116,28 @@ class TestRecipeFlags:
             "model.modulation"
         }
 
-    def test_an_unknown_key_gets_the_nearest_one(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, out, err = cli(capsys, "train", "tiny-text", "--model.loop.updat", "delta")
+    def test_an_unknown_key_gets_the_nearest_one(self, cli: Command) -> None:
+        code, out, err = cli("train", "tiny-text", "--model.loop.updat", "delta")
         assert (code, out) == (2, "")
         assert "unknown key 'model.loop.updat'. Did you mean 'model.loop.update'?" in err
 
     def test_an_unknown_key_in_a_recipe_file_gets_the_nearest_one(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, cli: Command, tmp_path: Path
     ) -> None:
         values = Recipe.from_file(ROOT / "depthdial/recipes/tiny-text.yaml").to_dict()
         values["train"]["stepz"] = 3
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
-        code, _, err = cli(capsys, "train", path)
+        code, _, err = cli("train", path)
         assert code == 1
         assert f"error: {path}: unknown key 'train.stepz'. Did you mean 'steps'?" in err
 
     def test_print_config_gives_a_recipe_with_the_overrides(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, cli: Command, tmp_path: Path
     ) -> None:
         changes = ["--optim.lr", "2e-3", "--model.split", "2,4,4", "--model.layout", "AF"]
         code, out, _ = cli(
-            capsys, "train", "tiny-text", "--print-config", *changes, "--model.modulation", "null"
+            "train", "tiny-text", "--print-config", *changes, "--model.modulation", "null"
         )
         path = tmp_path / "printed.yaml"
         path.write_text(out, encoding="utf-8")
@@ -220,41 +160,69 @@ class TestRecipeFlags:
         ],
     )
     def test_a_wrong_value_is_told_with_key_value_and_rule(
-        self, capsys: pytest.CaptureFixture[str], key: str, value: str, message: str
+        self, cli: Command, key: str, value: str, message: str
     ) -> None:
-        code, _, err = cli(capsys, "train", "tiny-text", "--print-config", f"--{key}={value}")
+        code, _, err = cli("train", "tiny-text", "--print-config", f"--{key}={value}")
         assert code == 1
         assert err.startswith("error: ") and message in err
         assert "Traceback" not in err
 
-    def test_a_value_that_cannot_be_read_is_a_usage_error(
-        self, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_group_that_is_null_beside_a_key_of_it_is_refused(
+        self, cli: Command, order: int
     ) -> None:
-        code, _, err = cli(capsys, "train", "tiny-text", "--optim.betas", "[0.9")
+        flags = ["--model.modulation=null", "--model.modulation.rank=4"][::order]
+        code, out, err = cli("train", "tiny-text", "--print-config", *flags)
+        assert (code, out) == (1, "")
+        assert "model.modulation=null and model.modulation.rank=4 contradict each other" in err
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_key_changes_the_group_given_beside_it(self, cli: Command, order: int) -> None:
+        flags = ["--model.modulation={d_cond: 8, rank: 2}", "--model.modulation.rank=4"][::order]
+        _, out, _ = cli("train", "tiny-text", "--print-config", *flags)
+        modulation = yaml.safe_load(out)["model"]["modulation"]
+        assert (modulation["d_cond"], modulation["rank"]) == (8, 4)
+
+    def test_a_value_that_cannot_be_read_is_a_usage_error(self, cli: Command) -> None:
+        code, _, err = cli("train", "tiny-text", "--optim.betas", "[0.9")
         assert code == 2
         assert "--optim.betas needs list of number in [0, 1]" in err
 
 
 class TestTrainAndResume:
     def test_the_result_goes_to_stdout_and_progress_to_stderr(
-        self, capsys: pytest.CaptureFixture[str], folder: Path
+        self, cli: Command, tiny_flags: Command, tiny_folder: Path
     ) -> None:
-        where = ["--root", folder / "runs", "--data.path", folder / "data", "--name", "again"]
-        code, out, err = cli(capsys, "train", "tiny-text", *where, *flags())
+        where = [
+            "--root",
+            tiny_folder / "runs",
+            "--data.path",
+            tiny_folder / "data",
+            "--name",
+            "again",
+        ]
+        code, out, err = cli("train", "tiny-text", *where, *tiny_flags())
         assert code == 0
-        assert out.startswith(f"{folder / 'runs' / 'again'}: finished after 4 of 4 steps")
+        assert out.startswith(f"{tiny_folder / 'runs' / 'again'}: finished after 4 of 4 steps")
         assert "validation loss at step 4: k=1 " in out and "k=3 " in out
         assert "mixed depth starts" in err and "mixed depth" not in out
 
     def test_an_existing_run_is_refused_with_the_way_on(
-        self, capsys: pytest.CaptureFixture[str], folder: Path, run: Path
+        self, cli: Command, tiny_flags: Command, tiny_folder: Path, tiny_run: Path
     ) -> None:
-        before = sorted(path.name for path in run.rglob("*"))
-        where = ["--root", folder / "runs", "--data.path", folder / "data", "--name", "tiny"]
-        code, out, err = cli(capsys, "train", "tiny-text", *where, *flags())
+        before = sorted(path.name for path in tiny_run.rglob("*"))
+        where = [
+            "--root",
+            tiny_folder / "runs",
+            "--data.path",
+            tiny_folder / "data",
+            "--name",
+            "tiny",
+        ]
+        code, out, err = cli("train", "tiny-text", *where, *tiny_flags())
         assert (code, out) == (1, "")
-        assert f"{run} exists already" in err and f"depthdial resume {run}" in err
-        assert sorted(path.name for path in run.rglob("*")) == before
+        assert f"{tiny_run} exists already" in err and f"depthdial resume {tiny_run}" in err
+        assert sorted(path.name for path in tiny_run.rglob("*")) == before
 
     @pytest.mark.parametrize(
         ("number", "code", "status"),
@@ -262,9 +230,10 @@ class TestTrainAndResume:
     )
     def test_a_signal_saves_and_resume_finishes_the_run(
         self,
-        capsys: pytest.CaptureFixture[str],
+        cli: Command,
+        tiny_flags: Command,
         monkeypatch: pytest.MonkeyPatch,
-        folder: Path,
+        tiny_folder: Path,
         tmp_path: Path,
         number: signal.Signals,
         code: int,
@@ -277,27 +246,27 @@ class TestTrainAndResume:
             if values["step"] == 3:
                 signal.raise_signal(number)
 
-        where = ["--root", tmp_path, "--data.path", folder / "data", "--name", "stopped"]
+        where = ["--root", tmp_path, "--data.path", tiny_folder / "data", "--name", "stopped"]
         with monkeypatch.context() as patch:
             patch.setattr(RichObserver, "record", record_then_signal)
-            stopped = cli(capsys, "train", "tiny-text", *where, *flags(train__steps="6"))
+            stopped = cli("train", "tiny-text", *where, *tiny_flags(train__steps="6"))
         run = tmp_path / "stopped"
         assert stopped.code == code
         assert f"{run}: {status} after 3 of 6 steps" in stopped.out
         assert f"depthdial resume {run}" in stopped.err.replace("\n", "")
         assert (run / "checkpoints" / "step_3").is_dir()
-        resumed = cli(capsys, "resume", run)
+        resumed = cli("resume", run)
         assert resumed.code == 0
         assert f"{run}: finished after 6 of 6 steps" in resumed.out
 
     def test_a_damaged_checkpoint_falls_back_to_the_previous_and_names_it(
-        self, capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+        self, cli: Command, tiny_run: Path, tmp_path: Path
     ) -> None:
         copy = tmp_path / "tiny"
-        shutil.copytree(run, copy)
+        shutil.copytree(tiny_run, copy)
         weights = copy / "checkpoints" / "step_4" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
-        code, out, err = cli(capsys, "resume", copy)
+        code, out, err = cli("resume", copy)
         assert code == 0
         assert "warning: checkpoint step_4 is skipped: 'model.safetensors' has" in err
         assert "Using step_2 instead." in err
@@ -305,9 +274,10 @@ class TestTrainAndResume:
 
     def test_a_full_disk_is_one_message_and_loses_nothing(
         self,
-        capsys: pytest.CaptureFixture[str],
+        cli: Command,
+        tiny_flags: Command,
         monkeypatch: pytest.MonkeyPatch,
-        folder: Path,
+        tiny_folder: Path,
         tmp_path: Path,
     ) -> None:
         from depthdial.train import pretrain
@@ -320,66 +290,120 @@ class TestTrainAndResume:
                 raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(pretrain, "save_model", save_then_full)
-        where = ["--root", tmp_path, "--data.path", folder / "data", "--name", "full"]
-        code, _, err = cli(capsys, "train", "tiny-text", *where, *flags())
+        where = ["--root", tmp_path, "--data.path", tiny_folder / "data", "--name", "full"]
+        code, _, err = cli("train", "tiny-text", *where, *tiny_flags())
         assert code == 1
         message = " ".join(err[err.index("error: ") :].split())
         assert "No space left on device" in message and "step_2 is still good" in message
         assert "Errno" not in message.removeprefix("error: ")[:30] and "Traceback" not in err
 
-    def test_resume_of_no_run_says_what_a_run_is(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = cli(capsys, "resume", "nowhere")
+    def test_a_gradient_that_is_no_number_is_one_message_and_a_lower_rate_goes_on(
+        self, cli: Command, tiny_flags: Command, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        where = ["--root", tmp_path, "--data.path", tiny_folder / "data", "--name", "wild"]
+        rate = ["--optim.optimizer", "adamw", "--optim.warmup_frac", "0", "--optim.lr", "1e30"]
+        code, _, err = cli("train", "tiny-text", *where, *tiny_flags(), *rate)
+        assert code == 1
+        message = " ".join(err[err.index("error: ") :].split())
+        assert message.startswith("error: the gradient norm is nan; this step was not taken.")
+        assert "depthdial resume" in message and "Traceback" not in err
+        code, out, _ = cli("resume", tmp_path / "wild", "--optim.lr", "1e-3")
+        assert code == 0
+        assert "finished after 4 of 4 steps" in out
+
+    def test_b39_a_new_rate_acts_on_the_next_step_and_is_written_down(
+        self, cli: Command, tiny_run: Path, tmp_path: Path
+    ) -> None:
+        copies = [tmp_path / name / "tiny" for name in ("same", "other")]
+        for copy in copies:
+            shutil.copytree(tiny_run, copy)
+            shutil.rmtree(copy / "checkpoints" / "step_4")
+        assert cli("resume", copies[0]).code == 0
+        assert cli("resume", copies[1], "--optim.lr", "1e-3").code == 0
+        same, other = (self.records(copy, name="lr/") for copy in copies)
+        before = Recipe.from_file(tiny_run / "config.json").optim.lr
+        assert Recipe.from_file(copies[1] / "config.json").optim.lr == 1e-3
+        assert [same[i] == other[i] for i in range(4)] == [True, True, False, False]
+        for name, rate in same[2].items():
+            assert other[2][name] == pytest.approx(rate * 1e-3 / before)
+
+    @staticmethod
+    def records(run: Path, *, name: str) -> list[dict[str, float]]:
+        """Values whose names begin with `name`, of every training step."""
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        values = [json.loads(line) for line in lines]
+        return [
+            {key: value for key, value in line.items() if key.startswith(name)}
+            for line in values
+            if "train/loss" in line
+        ]
+
+    def test_resume_offers_the_keys_that_may_change_and_no_others(self, cli: Command) -> None:
+        from depthdial.train.pretrain import RESUME_KEYS
+
+        out = cli("resume", "--help").out
+        offered = {key.name for key in recipe_keys() if f"--{key.name} VALUE" in out}
+        assert offered == set(RESUME_KEYS)
+        assert "default" not in out
+
+    @pytest.mark.parametrize("key", ["train.steps", "model.d_ff", "data.path", "name"])
+    def test_resume_refuses_a_key_that_would_make_it_another_run(
+        self, cli: Command, tiny_run: Path, key: str
+    ) -> None:
+        code, _, err = cli("resume", tiny_run, f"--{key}", "9")
+        assert code == 2
+        assert f"`depthdial resume` cannot change the recipe key '{key}'" in err
+
+    def test_resume_of_no_run_says_what_a_run_is(self, cli: Command) -> None:
+        code, _, err = cli("resume", "nowhere")
         assert code == 1
         assert err.startswith("error: nowhere is no run")
 
 
 class TestPrepare:
     def test_counts_go_to_stdout_and_the_next_command_to_stderr(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, cli: Command, tmp_path: Path
     ) -> None:
         lines = [json.dumps({"body": text}) for text in ["one two", "", "three four", "five"]]
         (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
         code, out, err = cli(
-            capsys, "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "d", "--text-field", "body"
+            "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "d", "--text-field", "body"
         )
         assert code == 0
         assert "skipped 1 empty documents" in out
         assert "--data.path" in err and "--model.vocab_size" in err
 
     def test_text_shorter_than_the_context_is_refused(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+        self, cli: Command, tiny_flags: Command, tmp_path: Path
     ) -> None:
         (tmp_path / "a.txt").write_text("a short text of no great length", encoding="utf-8")
         data = tmp_path / "data"
-        assert cli(capsys, "prepare", tmp_path / "a.txt", "--out", data).code == 0
+        assert cli("prepare", tmp_path / "a.txt", "--out", data).code == 0
         vocab = json.loads((data / "meta.json").read_text("utf-8"))["vocab_size"]
-        code, _, err = cli(
-            capsys, "train", "tiny-text", "--root", tmp_path, "--data.path", data,
-            *flags(model__vocab_size=str(vocab), data__context="48"),
+        code, _, err = cli("train", "tiny-text", "--root", tmp_path, "--data.path", data,
+            *tiny_flags(model__vocab_size=str(vocab), data__context="48"),
         )  # fmt: skip
         assert code == 1
         assert "one row of context 48 needs 49. Give more text, a context of at most" in err
 
-    def test_only_empty_documents_are_refused(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
+    def test_only_empty_documents_are_refused(self, cli: Command, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("  \n", encoding="utf-8")
-        code, _, err = cli(capsys, "prepare", tmp_path / "a.txt", "--out", tmp_path / "d")
+        code, _, err = cli("prepare", tmp_path / "a.txt", "--out", tmp_path / "d")
         assert (code, err) == (1, "error: nothing to prepare: all 1 documents are empty.\n")
 
 
 class TestReportAndList:
     def test_report_prints_the_files_it_wrote(
-        self, capsys: pytest.CaptureFixture[str], folder: Path, run: Path
+        self, cli: Command, tiny_folder: Path, tiny_run: Path
     ) -> None:
         pytest.importorskip("matplotlib")
-        code, out, _ = cli(capsys, "report", run, "--baseline", folder / "runs" / "plain")
+        code, out, _ = cli("report", tiny_run, "--baseline", tiny_folder / "runs" / "plain")
         assert code == 0
         assert [Path(line).name for line in out.splitlines()] == ["report.html", "curve.png"]
         assert all(Path(line).stat().st_size > 0 for line in out.splitlines())
 
-    def test_list_names_every_recipe_and_corpus(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, out, _ = cli(capsys, "list")
+    def test_list_names_every_recipe_and_corpus(self, cli: Command) -> None:
+        code, out, _ = cli("list")
         assert code == 0
         for name in (*recipe_names(), "gpt-0.5b", "annual-messages", "stdlib"):
             assert any(line.startswith(f"{name} ") for line in out.splitlines())

@@ -23,6 +23,7 @@ NAMES = {
     "TrainResult",
     "__version__",
     "load",
+    "resume",
     "sweep",
     "train",
 }
@@ -65,11 +66,16 @@ def test_signature_of_train() -> None:
     from depthdial.api import train
 
     assert parameters(train) == "recipe, *, root=, observer=, **overrides"
+    assert parameters(depthdial.train) == parameters(train)
+
+
+def test_signature_of_resume() -> None:
+    assert parameters(depthdial.resume) == "run, *, observer=, **overrides"
 
 
 def test_signature_of_sweep() -> None:
     assert parameters(depthdial.sweep) == (
-        "model, data, *, loops=, context=, stride=, rows_per_forward=, precision="
+        "model, data, *, loops=, context=, stride=, rows_per_forward=, precision=, trained_loops="
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from depthdial.config import ATTENTION, SWIGLU, CachePolicy, ModelConfig
+from depthdial.config import ATTENTION, SWIGLU, CachePolicy, ModelConfig, nearest_name
 
 FLOPS_PER_WEIGHT = 2
 """One multiplication and one addition per weight and token."""
@@ -23,7 +23,16 @@ TRAINING_FACTOR = 3
 """Backward through a matrix product costs two products: one per operand."""
 
 QueryPosition = Literal["mean", "last"]
-CachePhase = Literal["steady", "prompt_peak"]
+CachePhase = Literal["prompt_peak", "steady"]
+LoopSlots = Literal["one_per_loop", "one"]
+
+CACHE_SLOTS: dict[CachePolicy, dict[CachePhase, LoopSlots]] = {
+    "per_loop": {"prompt_peak": "one_per_loop", "steady": "one_per_loop"},
+    "collapse_last": {"prompt_peak": "one_per_loop", "steady": "one"},
+    "last_step": {"prompt_peak": "one", "steady": "one"},
+}
+"""Key/value slots of a core attention layer while the prompt runs and afterwards; attention
+layers of prelude and coda have one. The only place where `plan` learns of a policy."""
 
 
 @dataclass(frozen=True)
@@ -230,22 +239,19 @@ def flops_per_token(
 def cache_slots(
     config: ModelConfig, num_loops: int, *, policy: CachePolicy, phase: CachePhase = "steady"
 ) -> int:
-    """Key/value slots, one per attention layer, or per attention layer and loop.
+    """Key/value slots of the whole model in one phase.
 
-    per_loop                  A_in + k * A_core + A_out    in both phases
-    collapse_last, last_step  A_in + A_core + A_out        steady
-    collapse_last             as per_loop                  while the prompt runs
-    last_step                 as steady                    while the prompt runs
+    A_in + k * A_core + A_out  where CACHE_SLOTS says one per loop
+    A_in + A_core + A_out      where it says one
     """
     _require_count("num_loops", num_loops)
-    if phase not in ("steady", "prompt_peak"):
-        raise ValueError(f"phase='{phase}' is unknown; choose 'steady' or 'prompt_peak'.")
-    if policy not in ("per_loop", "collapse_last", "last_step"):
-        raise ValueError(
-            f"cache policy '{policy}' is unknown; choose per_loop, collapse_last or last_step."
-        )
-    keeps_loops = policy == "per_loop" or (policy == "collapse_last" and phase == "prompt_peak")
-    return _attention_visits(config, num_loops if keeps_loops else 1)
+    if policy not in CACHE_SLOTS:
+        known = nearest_name(policy, list(CACHE_SLOTS))
+        raise ValueError(f"unknown cache policy '{policy}'.{known}")
+    if phase not in CACHE_SLOTS[policy]:
+        raise ValueError(f"phase='{phase}' is unknown; choose 'prompt_peak' or 'steady'.")
+    has_one_per_loop = CACHE_SLOTS[policy][phase] == "one_per_loop"
+    return _attention_visits(config, num_loops if has_one_per_loop else 1)
 
 
 def cache_bytes(
@@ -281,7 +287,7 @@ def plan(
     batch_size: int = 1,
     bytes_per_value: int = 2,
     policy: CachePolicy | None = None,
-    override_frac: float = 0.0,
+    mean_loops: float | None = None,
     mixed_frac: float = 1.0,
 ) -> Plan:
     """Memory, FLOPs and cache at several loop counts, and the cost of training.
@@ -294,13 +300,18 @@ def plan(
         batch_size: sequences held at the same time.
         bytes_per_value: of a weight and of a cached value; 2 for bfloat16.
         policy: cache policy; None for the one in `config`.
-        override_frac: fraction of training samples forced to one loop.
-        mixed_frac: fraction of the training tokens at mixed depth.
+        mean_loops: mean loop count of a training sample while depths are mixed, which the
+            sampler of a recipe decides (`train/depth_schedule.py: mean_loops`); None for uniform
+            draws from 1..max_loops.
+        mixed_frac: fraction of the training tokens at mixed depth; the rest runs one loop.
+
+    Raises: ValueError for a number out of range.
     """
     if not num_loops:
         raise ValueError("num_loops is empty; give at least one loop count, e.g. [1, 2, 4].")
     policy = policy or config.loop.cache_policy
-    mean_loops = mean_training_loops(config.max_loops, override_frac)
+    if mean_loops is None:
+        mean_loops = mean_training_loops(config.max_loops, override_frac=0.0)
     cache = partial(
         cache_bytes,
         config,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from depthdial.config import ModelConfig, ModulationConfig
+from depthdial.config import CachePolicy, ModelConfig, ModulationConfig
 from depthdial.model.count import (
+    CACHE_SLOTS,
+    CachePhase,
     cache_bytes,
     cache_slots,
     count_parameters,
@@ -172,6 +175,12 @@ def test_b01_slot_counts_are_loops_of_the_core_plus_prelude_and_coda():
         assert [cache_slots(config, k, policy=policy) for k in (1, 2, 4)] == [6, 6, 6]
 
 
+def test_every_cache_policy_and_phase_has_its_slots():
+    phases = set(get_args(CachePhase))
+    assert set(CACHE_SLOTS) == set(get_args(CachePolicy))
+    assert all(set(slots) == phases for slots in CACHE_SLOTS.values())
+
+
 def test_sublayers_without_attention_need_no_slots():
     assert cache_slots(small(layout="F", split=(1, 2, 1)), 3, policy="per_loop") == 0
 
@@ -276,8 +285,8 @@ def test_a_loop_count_that_is_not_a_positive_integer_is_refused(num_loops):
 
 
 def test_unknown_policy_phase_and_position_are_refused():
-    with pytest.raises(ValueError, match="share_all"):
-        cache_slots(small(), 2, policy="share_all")
+    with pytest.raises(ValueError, match="'last_steps'. Did you mean 'last_step'?"):
+        cache_slots(small(), 2, policy="last_steps")
     with pytest.raises(ValueError, match="phase='later'"):
         cache_slots(small(), 2, policy="per_loop", phase="later")
     with pytest.raises(ValueError, match="position='first'"):
@@ -300,7 +309,7 @@ def test_plan_rows_agree_with_the_single_functions():
         num_loops=[1, 5],
         context=2048,
         batch_size=2,
-        override_frac=0.15,
+        mean_loops=mean_training_loops(5, 0.15),
         mixed_frac=0.25,
     )
     row = planned.rows[1]
@@ -310,6 +319,16 @@ def test_plan_rows_agree_with_the_single_functions():
     assert row.prompt_flops_per_token == flops_per_token(config, 5, context=2048).total
     assert row.decode_flops_per_token > row.prompt_flops_per_token
     assert row.memory_peak_bytes == planned.weight_bytes + row.cache_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("mean_loops", "ratio"), [(None, (4 + 4 * 2.5) / 8), (1.0, 1.0), (4.0, 2.5), (1.75, 11 / 8)]
+)
+def test_plan_takes_the_mean_loop_count_of_training(mean_loops, ratio):
+    """Without one: uniform draws from 1..4, 2.5 on average."""
+    planned = plan(small(), num_loops=[1], context=8, mean_loops=mean_loops)
+    assert planned.mean_training_loops == (2.5 if mean_loops is None else mean_loops)
+    assert planned.training_cost_ratio == pytest.approx(ratio)
 
 
 def test_plan_takes_the_policy_of_the_config_unless_one_is_given():

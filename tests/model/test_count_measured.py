@@ -7,7 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthdial.config import ModelConfig
-from depthdial.model.count import cache_bytes, cache_slots, count_parameters, flops_per_token
+from depthdial.model.count import (
+    CACHE_SLOTS,
+    cache_bytes,
+    cache_slots,
+    count_parameters,
+    flops_per_token,
+)
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.presets import preset, preset_names
@@ -84,7 +90,7 @@ def test_counted_flops_equal_the_executed_matrix_products(changes, num_loops):
     assert executed_flops(config, num_loops, num_tokens) == num_tokens * counted.total
 
 
-@pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "last_step"])
+@pytest.mark.parametrize("policy", CACHE_SLOTS)
 @pytest.mark.parametrize("num_loops", [1, 3])
 def test_counted_cache_equals_the_filled_cache_of_the_model(policy, num_loops):
     config, num_tokens = variant(), 6

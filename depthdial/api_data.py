@@ -1,0 +1,93 @@
+"""What `sweep` may be given as data, turned into documents of token ids.
+
+Texts, files, folders and prepared folders; reading files is in `data/documents.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from depthdial.data.documents import Document
+    from depthdial.data.shards import TokenDocument
+    from depthdial.data.tokenizer import Tokenizer
+
+
+def token_documents(
+    data: str | Path | Sequence[str] | Sequence[Path], tokenizer: Tokenizer
+) -> list[TokenDocument]:
+    """Documents as token ids, each closed by the end-of-text token; see `sweep` for `data`.
+
+    Documents without text are skipped, with one warning that counts them.
+    Raises: ValueError if no document has text.
+    """
+    from depthdial.data.documents import is_empty
+    from depthdial.data.shards import META_FILE
+
+    if isinstance(data, str | Path):
+        if (Path(data) / META_FILE).is_file():
+            return _prepared_documents(Path(data), tokenizer)
+        data = [Path(data)]
+    documents = list(_read(data))
+    with_text = [document for document in documents if not is_empty(document)]
+    if not with_text:
+        raise ValueError(
+            f"nothing to measure: all {len(documents)} documents are empty. Give text."
+        )
+    if len(with_text) < len(documents):
+        warnings.warn(
+            f"skipped {len(documents) - len(with_text)} of {len(documents)} documents: no text.",
+            stacklevel=2,
+        )
+    return list(_tokenised(with_text, tokenizer))
+
+
+def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocument]:
+    """Validation documents of a prepared folder; its token ids must be the model's."""
+    from depthdial.data.shards import TokenShards
+
+    shards = TokenShards.open(folder, "valid")
+    digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+    if shards.meta["tokenizer_sha256"] != digest:
+        raise ValueError(
+            f"{folder} was prepared with another tokenizer than this model's, so its token ids "
+            "mean other text. Give the text files themselves."
+        )
+    return list(shards.documents())
+
+
+def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:
+    """Documents of a list: texts if its items are strings, files if they are paths."""
+    from depthdial.data.documents import Document, find_files, read_documents
+
+    items = list(data)
+    if all(isinstance(item, Path) for item in items):
+        yield from read_documents(find_files(items).supported)
+        return
+    for number, text in enumerate(items, start=1):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"item {number} of the data is a {type(text).__name__}; give a list of texts "
+                "(str), or a list of files (pathlib.Path)."
+            )
+        if "\n" not in text and len(text) < 256 and Path(text).is_file():
+            raise ValueError(
+                f"item {number} of the data is '{text}', the name of a file; strings in a list "
+                "are texts. For files give pathlib.Path objects."
+            )
+        yield Document(f"text {number}", text)
+
+
+def _tokenised(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[TokenDocument]:
+    import numpy as np
+
+    from depthdial.data.shards import TokenDocument
+
+    ids_of_each = tokenizer.encode_batch([document.text for document in documents])
+    for document, ids in zip(documents, ids_of_each, strict=True):
+        tokens_T = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
+        yield TokenDocument(document.name, tokens_T, len(document.text.encode("utf-8")))
