@@ -1,8 +1,8 @@
 """One self-contained HTML page and one PNG from run data alone.
 
 Here lives the page: numbers as text, tables, and the assembly of what
-`report_data.py` (the data), `report_words.py` (the statements) and
-`report_figures.py` (the drawings) provide. The page fetches nothing and runs no
+`report_data.py` (the data), `report_words.py` and `report_reach.py` (the statements)
+and `report_figures.py` (the drawings) provide. The page fetches nothing and runs no
 script; its content policy forbids both. Equal data give equal bytes.
 """
 
@@ -14,14 +14,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from depthdial import report_figures, report_words
-from depthdial.report_data import Difference, RunCost, Section, read_report_data
+from depthdial.report_data import Difference, RunCost, Section, WithInterval, read_report_data
+from depthdial.report_reach import SOLVED_ACCURACY
+from depthdial.report_terms import percent, signed, verdict
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 
-# Words on the page for `report_words.Kind`.
+# Words on the page for `report_terms.Kind`.
 _LABELS = {"against": "Against", "open": "Undecided", "shown": "Measured", "limit": "Limit"}
 
 
@@ -49,7 +54,7 @@ def build_report(data: dict[str, Any]) -> str:
             _section_view(section, prefix=f"s{idx + 1}")
             for idx, section in enumerate(report.sections)
         ],
-        provenance=list(_flat(report.provenance)),
+        provenance=_provenance(report.provenance),
     )
 
 
@@ -91,16 +96,15 @@ def _section_view(section: Section, *, prefix: str) -> dict[str, Any]:
         "findings": [
             (f.kind, _LABELS[f.kind], _unbroken(f.text)) for f in report_words.find_all(section)
         ],
-        "level": report_words.percent(section.level),
-        "solved": report_words.percent(report_words.SOLVED_ACCURACY),
-        "chance": None
-        if section.chance_accuracy is None
-        else report_words.percent(section.chance_accuracy),
+        "level": percent(section.level),
+        "solved": percent(SOLVED_ACCURACY),
+        "chance": None if section.chance_accuracy is None else percent(section.chance_accuracy),
         "margin": f"{section.margin:.4f}",
         "figures": figures,
         "outside": {depth.num_loops for depth in section.depths if not depth.trained},
         "averaged": report_figures.is_averaged(section),
         "rows": list(_rows(section)),
+        "resampled": section.documents >= 2,
         "timed": section.timing_note is not None,
         "costs": _costs(section),
         "settings": list(_flat(section.settings)),
@@ -124,7 +128,7 @@ def _rows(section: Section) -> Iterator[dict[str, Any]]:
             "is_baseline": depth is None,
             "trained": depth is None or depth.trained,
             "loss": f"{values.loss:.4f}",
-            "loss_interval": f"[{values.low:.4f}, {values.high:.4f}]",
+            "loss_interval": _loss_interval(values),
             "vs_baseline": _difference(depth and depth.vs_baseline, section.margin),
             "vs_previous": _difference(depth and depth.vs_previous, section.margin),
             "sublayers": str(values.executed_sublayers),
@@ -136,14 +140,20 @@ def _rows(section: Section) -> Iterator[dict[str, Any]]:
         }
 
 
+def _loss_interval(values: WithInterval) -> str:
+    return f"[{values.low:.4f}, {values.high:.4f}]" if values.has_interval else ""
+
+
 def _difference(difference: Difference | None, margin: float) -> dict[str, str] | None:
     if difference is None:
         return None
-    low, high = report_words.signed(difference.low), report_words.signed(difference.high)
+    interval = ""
+    if difference.low is not None and difference.high is not None:
+        interval = f"[{signed(difference.low)}, {signed(difference.high)}]"
     return {
-        "estimate": report_words.signed(difference.estimate),
-        "interval": f"[{low}, {high}]",
-        "verdict": report_words.verdict(difference, margin),
+        "estimate": signed(difference.estimate),
+        "interval": interval,
+        "verdict": verdict(difference, margin),
     }
 
 
@@ -166,7 +176,7 @@ def _costs(section: Section) -> list[tuple[str, str, str, str]]:
         ("Optimizer steps", "steps"),
         ("Training tokens", "tokens"),
         ("Training FLOPs", "flops"),
-        ("Wall-clock", "seconds"),
+        ("Wall-clock, optimizer steps only", "seconds"),
     ):
         ours = looped.model_dump()[key]
         theirs = None if baseline is None else baseline.model_dump()[key]
@@ -202,6 +212,23 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def _provenance(runs: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Tables of (key, value): what all runs share, then of each run what is its own."""
+    flat = {name: dict(_flat(values)) for name, values in runs.items()}
+    if len(flat) < 2:
+        return [(name, list(rows.items())) for name, rows in flat.items()]
+    first, *others = flat.values()
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(key in other and other[key] == value for other in others)
+    }
+    tables = [("Equal everywhere", list(shared.items()))] if shared else []
+    for name, rows in flat.items():
+        tables.append((name, [(key, value) for key, value in rows.items() if key not in shared]))
+    return [(name, rows) for name, rows in tables if rows]
+
+
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Nested settings as (dotted key, value) pairs, in the given order."""
     for key, value in values.items():
@@ -212,7 +239,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
             yield f"{prefix}{key}", text
 
 
-def _template():
+def _template() -> Template:
     """The page template; every value is escaped except the drawings."""
     try:
         from jinja2 import Environment, StrictUndefined

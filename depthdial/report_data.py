@@ -3,7 +3,8 @@
 Here live the fields and the rules between them; `report.py` turns them into a
 page. Producers (sweeps, studies) write dictionaries of this shape and need not
 import anything from here. Losses are nats per token unless `unit` says
-otherwise; differences are "this model minus the other", so negative is lower loss.
+otherwise; differences are "this model minus the other", so negative is lower loss. One document
+alone has no interval: `low` and `high` are null then, and nothing is claimed.
 """
 
 from __future__ import annotations
@@ -31,39 +32,50 @@ class ReportModel(BaseModel):
     )
 
 
-class Difference(ReportModel):
-    """A paired difference with its interval, at the section's `level`."""
+class WithInterval(ReportModel):
+    """Something with an interval at the section's `level`."""
 
-    estimate: float
-    low: float
-    high: float
+    low: float | None = None
+    """Null, as `high`, for a single document."""
+    high: float | None = None
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there were enough documents for one."""
+        return self.low is not None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.low > self.high:
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"low={self.low} and high={self.high} go together.")
+        if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low={self.low} exceeds high={self.high}.")
         return self
 
 
-class DepthAccuracy(ReportModel):
+class Difference(WithInterval):
+    """A paired difference."""
+
+    estimate: float
+
+
+class DepthAccuracy(WithInterval):
     """Share of right answers at one dependency depth."""
 
     dependency_depth: Annotated[int, Field(ge=0)]
     """Look-ups in a row that the answer needs."""
     accuracy: Share
-    low: Share
-    high: Share
+    low: Share | None = None
+    high: Share | None = None
     positions: Count
     """Answers measured."""
 
 
-class Measured(ReportModel):
-    """Loss and cost of one model at one depth."""
+class Measured(WithInterval):
+    """Loss and cost of one model at one loop count."""
 
     loss: float
     """Mean over all tokens."""
-    low: float
-    high: float
     executed_sublayers: Count
     flops_per_token: Annotated[float, Field(gt=0.0)]
     """Forward only."""
@@ -80,11 +92,11 @@ class Depth(Measured):
 
     num_loops: Count
     trained: bool
-    """Whether training used this loop count; false is drawn hollow, never a gain."""
+    """Whether training ran this loop count; false is drawn hollow, never a gain."""
     vs_baseline: Difference | None = None
-    """This depth minus the baseline; null exactly if the section has no baseline."""
+    """This loop count minus the baseline; null exactly if the section has no baseline."""
     vs_previous: Difference | None = None
-    """This depth minus the previous listed one; null exactly for the first."""
+    """This loop count minus the previous listed one; null exactly for the first."""
 
 
 class SampleOutput(ReportModel):
@@ -110,9 +122,9 @@ class RunCost(ReportModel):
     steps: Count
     tokens: Count
     flops: NotNegative
-    """Forward and backward of the whole run."""
+    """Forward and backward of all optimizer steps."""
     seconds: NotNegative
-    """Wall-clock of the whole run."""
+    """Wall-clock of the optimizer steps, without validation and checkpoints."""
 
 
 class Training(ReportModel):
@@ -164,27 +176,39 @@ class Section(ReportModel):
     settings: dict[str, JsonValue] = {}
     """Resolved configuration."""
     hardware: str
-    """Machine and threads that trained and measured."""
+    """Machines and threads that trained and measured, saying which did what."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         counts = [depth.num_loops for depth in self.depths]
         if any(later <= earlier for earlier, later in pairwise(counts)):
             raise ValueError(f"depths must ascend in num_loops without repeats; got {counts}.")
+        self._check_intervals()
         for depth in self.depths:
-            where = f"depth num_loops={depth.num_loops}"
+            where = f"num_loops={depth.num_loops}"
             if (depth.vs_baseline is None) != (self.baseline is None):
                 raise ValueError(f"{where}: vs_baseline goes with a baseline, and needs one.")
             if (depth.vs_previous is None) != (depth is self.depths[0]):
-                raise ValueError(f"{where}: every depth but the first needs vs_previous.")
+                raise ValueError(f"{where}: every loop count but the first needs vs_previous.")
             if (depth.accuracy_by_depth is None) != (self.kind == "text"):
                 raise ValueError(f"{where}: accuracy_by_depth goes with kind 'pointer_program'.")
         if not any(depth.trained for depth in self.depths):
-            raise ValueError("no depth is marked as trained; a report needs at least one.")
+            raise ValueError("no loop count is marked as trained; a report needs at least one.")
         timed = [d for d in self.depths if d.ms_per_token_min is not None]
         if timed and self.timing_note is None:
             raise ValueError("milliseconds need timing_note: say how they were measured.")
         return self
+
+    def _check_intervals(self) -> None:
+        """Intervals are resampled over documents: two or more have them, one has none."""
+        measured: list[WithInterval | None] = [self.baseline, *self.depths]
+        measured += [d for depth in self.depths for d in (depth.vs_baseline, depth.vs_previous)]
+        for item in measured:
+            if item is not None and item.has_interval != (self.documents >= 2):
+                rule = "a single document has none" if item.has_interval else "low and high go here"
+                raise ValueError(
+                    f"documents={self.documents}, but low={item.low} and high={item.high}: {rule}."
+                )
 
 
 class ReportData(ReportModel):
@@ -194,8 +218,8 @@ class ReportData(ReportModel):
     created: str
     """Date as text; printed as given, so that equal data gives an equal page."""
     sections: Annotated[list[Section], Field(min_length=1)]
-    provenance: dict[str, JsonValue] = {}
-    """Commit, versions, command: printed as a table."""
+    provenance: dict[str, dict[str, JsonValue]] = {}
+    """By run name: commit, versions, hardware, cost; what is equal everywhere is printed once."""
 
 
 def read_report_data(data: dict[str, Any]) -> ReportData:

@@ -1,88 +1,64 @@
-"""Figures of a report: SVG to be inlined in the page, and one PNG.
+"""Figures of a report: what is drawn. The paper and the colours are in `report_canvas.py`.
 
-Here lives drawing only. Every colour is one of the constants below, and in SVG
-becomes a CSS variable of the page, so that one file reads well on light and dark
-paper. Equal data give equal bytes: no dates, no random ids. matplotlib is an
-optional dependency, imported in `_canvas` alone. `prefix` keeps ids apart when
+Equal data give equal bytes: no dates, no random ids. `prefix` keeps ids apart when
 several figures stand in one page.
 """
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from depthdial.report_canvas import ACCENT, INK, MUTED, PAPER, new_figure, to_svg
 from depthdial.report_data import CurvePoint, Depth, Measured, ReportData, Section
-from depthdial.report_words import reach, signed
+from depthdial.report_reach import reach
+from depthdial.report_terms import signed
 
-INK, MUTED, RULE, ACCENT, PAPER = "#1d232a", "#5b6570", "#d5dae0", "#1c5d99", "#ffffff"
-CSS_VARIABLES = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    RULE: "var(--rule)",
-    ACCENT: "var(--accent)",
-    PAPER: "var(--paper)",
-}
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "depthdial",
-    "text.parse_math": False,
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": RULE,
-    "axes.facecolor": "none",
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": RULE,
-    "grid.linewidth": 0.6,
-    "xtick.color": RULE,
-    "ytick.color": RULE,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MAX_CURVE_POINTS = 200
 """Longer training curves are averaged over equal groups of steps down to this many points."""
 
 
+class Point(NamedTuple):
+    """A value at one loop count with its interval; without one, low and high are the value."""
+
+    depth: Depth
+    value: float
+    low: float
+    high: float
+
+
 def loss_svg(section: Section, *, prefix: str) -> str:
     """Loss against loop count with intervals; the baseline is a band."""
-    return _to_svg((4.9, 3.5), lambda axes: draw_loss(axes, section), prefix=f"{prefix}-loss")
+    return to_svg((4.9, 3.5), lambda axes: draw_loss(axes, section), prefix=f"{prefix}-loss")
 
 
 def difference_svg(section: Section, *, prefix: str) -> str:
     """Paired difference to the baseline (or, without one, to the previous loop count)."""
-    return _to_svg(
-        (4.9, 3.5), lambda axes: _draw_difference(axes, section), prefix=f"{prefix}-diff"
-    )
+    return to_svg((4.9, 3.5), lambda axes: _draw_difference(axes, section), prefix=f"{prefix}-diff")
 
 
 def accuracy_svg(section: Section, *, prefix: str) -> str:
     """Accuracy by dependency depth (columns) and loop count (rows)."""
     rows = len(section.depths) + 1
     size = (10.0, 0.9 + 0.38 * rows)
-    return _to_svg(size, lambda axes: _draw_accuracy(axes, section), prefix=f"{prefix}-acc")
+    return to_svg(size, lambda axes: _draw_accuracy(axes, section), prefix=f"{prefix}-acc")
 
 
 def training_svg(section: Section, *, prefix: str) -> str:
     """Loss during training, one line per model and executed loop count."""
-    return _to_svg(
-        (10.0, 3.0), lambda axes: _draw_training(axes, section), prefix=f"{prefix}-train"
-    )
+    return to_svg((10.0, 3.0), lambda axes: _draw_training(axes, section), prefix=f"{prefix}-train")
 
 
 def curve_png(data: ReportData) -> bytes:
     """Loss curves of all sections side by side, light colours, 150 dots per inch."""
     count = len(data.sections)
-    figure, context = _canvas((5.2 * count, 3.9))
+    figure, context = new_figure((5.2 * count, 3.9))
     with context:
         for idx, section in enumerate(data.sections):
             axes = figure.add_subplot(1, count, idx + 1)
@@ -94,28 +70,31 @@ def curve_png(data: ReportData) -> bytes:
     return buffer.getvalue()
 
 
-def draw_loss(axes, section: Section) -> None:
-    """The main curve: trained depths filled and joined, others hollow on a shaded ground."""
+def draw_loss(axes: Axes, section: Section) -> None:
+    """The main curve: trained loop counts filled and joined, others hollow on a shaded ground."""
     baseline = section.baseline
-    ranges = [(d.low, d.high) for d in section.depths if d.trained]
+    points = [_point(d, d.loss, d.low, d.high) for d in section.depths]
+    ranges = [(p.low, p.high) for p in points if p.depth.trained]
     if baseline is not None:
-        ranges.append((baseline.low, baseline.high))
-        axes.axhspan(baseline.low, baseline.high, color=MUTED, alpha=0.15, lw=0)
+        if baseline.low is not None and baseline.high is not None:
+            ranges.append((baseline.low, baseline.high))
+            axes.axhspan(baseline.low, baseline.high, color=MUTED, alpha=0.15, lw=0)
+        ranges.append((baseline.loss, baseline.loss))
         axes.axhline(baseline.loss, color=MUTED, lw=1.2, ls=(0, (5, 2)))
         _beside(axes, baseline.loss, "baseline")
-    points = [(d, d.loss, d.low, d.high) for d in section.depths]
     _draw_points(axes, points, ranges)
     axes.set_ylabel(f"loss, {section.unit}")
     _label_depths(axes, section.depths)
 
 
-def _draw_difference(axes, section: Section) -> None:
+def _draw_difference(axes: Axes, section: Section) -> None:
     against_baseline = section.baseline is not None
     pairs = [(d, d.vs_baseline if against_baseline else d.vs_previous) for d in section.depths]
-    points = [(d, x.estimate, x.low, x.high) for d, x in pairs if x is not None]
-    ranges = [(low, high) for d, _, low, high in points if d.trained] + [(0.0, 0.0)]
-    ranges.append((-section.margin, section.margin))
-    axes.axhspan(-section.margin, section.margin, color=MUTED, alpha=0.15, lw=0)
+    points = [_point(d, x.estimate, x.low, x.high) for d, x in pairs if x is not None]
+    ranges = [(p.low, p.high) for p in points if p.depth.trained] + [(0.0, 0.0)]
+    if section.documents >= 2:
+        ranges.append((-section.margin, section.margin))
+        axes.axhspan(-section.margin, section.margin, color=MUTED, alpha=0.15, lw=0)
     axes.axhline(0, color=MUTED, lw=1.2, ls=(0, (5, 2)))
     _beside(axes, 0.0, "baseline" if against_baseline else "previous k")
     _draw_points(axes, points, ranges)
@@ -126,32 +105,33 @@ def _draw_difference(axes, section: Section) -> None:
 
 
 def _draw_points(
-    axes,
-    points: Sequence[tuple[Depth, float, float, float]],
+    axes: Axes,
+    points: Sequence[Point],
     ranges: Sequence[tuple[float, float]],
 ) -> None:
     """Values with intervals; far values outside training go to the edge with a number.
 
-    `ranges` is what must fit: an exploding depth outside training would otherwise
+    `ranges` is what must fit: an exploding loop count outside training would otherwise
     flatten everything that was trained.
     """
     low, high = min(low for low, _ in ranges), max(high for _, high in ranges)
     span = (high - low) or 1e-3
-    shown = [p for p in points if low - span <= p[2] and p[3] <= high + span]
-    bottom = min([low] + [p[2] for p in shown]) - 0.08 * span
-    top = max([high] + [p[3] for p in shown]) + 0.12 * span
+    shown = [p for p in points if low - span <= p.low and p.high <= high + span]
+    bottom = min([low] + [p.low for p in shown]) - 0.08 * span
+    top = max([high] + [p.high for p in shown]) + 0.12 * span
     axes.set_ylim(bottom, top)
-    trained = [p for p in shown if p[0].trained]
+    trained = [p for p in shown if p.depth.trained]
     axes.plot(*_xy(shown), color=ACCENT, lw=1, ls=(0, (1, 2)), alpha=0.8)
     axes.plot(*_xy(trained), color=ACCENT, lw=1.6)
     for depth, value, point_low, point_high in shown:
-        axes.plot([depth.num_loops] * 2, [point_low, point_high], color=ACCENT, lw=1.4)
-        for end in (point_low, point_high):
-            axes.plot(depth.num_loops, end, color=ACCENT, marker="_", ms=7, mew=1.4)
+        if point_low < point_high:
+            axes.plot([depth.num_loops] * 2, [point_low, point_high], color=ACCENT, lw=1.4)
+            for end in (point_low, point_high):
+                axes.plot(depth.num_loops, end, color=ACCENT, marker="_", ms=7, mew=1.4)
         face = ACCENT if depth.trained else PAPER
         axes.plot(depth.num_loops, value, "o", ms=6, mfc=face, mec=ACCENT, mew=1.4)
     for depth, value, *_ in points:
-        if any(depth is p[0] for p in shown):
+        if any(depth is p.depth for p in shown):
             continue
         above = value > high
         edge, marker = (top, "^") if above else (bottom, "v")
@@ -169,11 +149,15 @@ def _draw_points(
         )
 
 
-def _xy(points: Sequence[tuple[Depth, float, float, float]]) -> tuple[list[int], list[float]]:
-    return [p[0].num_loops for p in points], [p[1] for p in points]
+def _point(depth: Depth, value: float, low: float | None, high: float | None) -> Point:
+    return Point(depth, value, value if low is None else low, value if high is None else high)
 
 
-def _label_depths(axes, depths: Sequence[Depth]) -> None:
+def _xy(points: Sequence[Point]) -> tuple[list[int], list[float]]:
+    return [p.depth.num_loops for p in points], [p.value for p in points]
+
+
+def _label_depths(axes: Axes, depths: Sequence[Depth]) -> None:
     """Loop counts with their executed sublayers and FLOPs; shade what was not trained."""
     numbers = [depth.num_loops for depth in depths]
     axes.set_xticks(numbers, [str(number) for number in numbers])
@@ -206,7 +190,7 @@ def _label_depths(axes, depths: Sequence[Depth]) -> None:
         )
 
 
-def _beside(axes, value: float, text: str) -> None:
+def _beside(axes: Axes, value: float, text: str) -> None:
     """A muted label at the right edge, outside the axes, where no point can hide it."""
     axes.annotate(
         text,
@@ -220,7 +204,16 @@ def _beside(axes, value: float, text: str) -> None:
     )
 
 
-def _below(axes, x: float, row: int, text: str, *, coords, ha: str, dx: float) -> None:
+def _below(
+    axes: Axes,
+    x: float,
+    row: int,
+    text: str,
+    *,
+    coords: str | tuple[str, str],
+    ha: str,
+    dx: float,
+) -> None:
     """One line of muted text in row `row` under the axes."""
     axes.annotate(
         text,
@@ -245,7 +238,7 @@ def _last_run(numbers: Sequence[int]) -> list[int]:
     return run
 
 
-def _draw_accuracy(axes, section: Section) -> None:
+def _draw_accuracy(axes: Axes, section: Section) -> None:
     rows: list[tuple[str, Measured]] = [
         (f"k = {d.num_loops}" + ("" if d.trained else ", outside training"), d)
         for d in section.depths
@@ -281,7 +274,7 @@ def _draw_accuracy(axes, section: Section) -> None:
         spine.set_visible(False)
 
 
-def _draw_staircase(axes, rows: Sequence[tuple[str, Measured]], left: dict[int, int]) -> None:
+def _draw_staircase(axes: Axes, rows: Sequence[tuple[str, Measured]], left: dict[int, int]) -> None:
     """Line to the right of the deepest solved cell of each row, broken outside training."""
     previous = None
     for row, (_, measured) in enumerate(rows):
@@ -296,7 +289,7 @@ def _draw_staircase(axes, rows: Sequence[tuple[str, Measured]], left: dict[int, 
         previous = edge
 
 
-def _draw_training(axes, section: Section) -> None:
+def _draw_training(axes: Axes, section: Section) -> None:
     """Baseline dashed grey; loop counts in one hue, darker for more loops, each with its marker."""
     lines: dict[tuple[str, int], list[CurvePoint]] = {}
     for point in section.training_curve:
@@ -350,47 +343,7 @@ def _averaged(points: Sequence[CurvePoint]) -> tuple[np.ndarray, np.ndarray]:
     return steps, np.array([np.mean([ordered[i].loss for i in group]) for group in groups])
 
 
-def _decimals(axes) -> int:
+def _decimals(axes: Axes) -> int:
     """Decimals that tell neighbouring tick labels apart."""
     low, high = axes.get_ylim()
     return int(np.clip(np.ceil(-np.log10((high - low) / 4)), 0, 6))
-
-
-def _canvas(size: tuple[float, float]):
-    """A figure of `size` inches without global state, and the style to draw it under."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "figures need matplotlib; install depthdial with the extra 'report'."
-        ) from error
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, matplotlib.rc_context(_STYLE)
-
-
-def _to_svg(size: tuple[float, float], draw: Callable, *, prefix: str) -> str:
-    """An `<svg>` element for HTML whose colours and font come from the page."""
-    figure, context = _canvas(size)
-    with context:
-        draw(figure.add_subplot(1, 1, 1))
-        buffer = io.StringIO()
-        empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=empty)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].strip()
-    # The style element would apply to the whole page; names of schemas are no use in HTML.
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r' xmlns(:xlink)?="[^"]*"| version="[^"]*"', "", text)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = text.replace("xlink:href=", "href=")
-    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\1{prefix}-", text)
-    text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
-    text = re.sub(r"font-family: [^;\"]*;?", "", text)
-    for colour, variable in CSS_VARIABLES.items():
-        text = text.replace(colour, variable)
-    return text

@@ -11,7 +11,8 @@ import pytest
 from depthdial.eval.stats import Interval, compare
 from depthdial.report import build_report, write_report
 from depthdial.report_data import Difference, Section, read_report_data
-from depthdial.report_words import describe_section, find_all, summarise_section, verdict
+from depthdial.report_terms import verdict
+from depthdial.report_words import describe_section, find_all, summarise_section
 
 BASELINE_LOSS = 2.0
 
@@ -26,8 +27,8 @@ def accuracy_cells(solved, *, measured=12):
         {
             "dependency_depth": depth,
             "accuracy": 0.99 if depth <= solved else 0.125,
-            "low": 0.1,
-            "high": 1.0,
+            "low": 0.98 if depth <= solved else 0.1,
+            "high": 1.0 if depth <= solved else 0.15,
             "positions": 500,
         }
         for depth in range(1, measured + 1)
@@ -79,7 +80,10 @@ def make_report(*sections):
         "title": "Test report",
         "created": "2025-01-01",
         "sections": list(sections),
-        "provenance": {"command": "depthdial demo", "versions": {"torch": "2.13.0"}},
+        "provenance": {
+            "tiny": {"seed": 3, "versions": {"torch": "2.13.0"}},
+            "tiny-baseline": {"seed": 4, "versions": {"torch": "2.13.0"}},
+        },
     }
 
 
@@ -263,12 +267,47 @@ def test_a_solved_evaluation_is_a_limit_and_not_a_missing_gain():
 
 def test_a_gap_below_a_solved_depth_ends_the_reach():
     section = make_section([2.0, 1.6], solved=[5, 7])
-    section["depths"][1]["accuracy_by_depth"][2]["accuracy"] = 0.5
+    section["depths"][1]["accuracy_by_depth"][2].update(accuracy=0.5, low=0.4, high=0.6)
     assert "k = 2: 2" in said(section)
 
 
 def test_nothing_solved_is_said_as_none():
     assert "k = 1: none" in said(make_section([2.0, 1.9], solved=[0, 2]))
+
+
+# Words: one document
+
+
+def one_document(**changes):
+    """A section without any interval."""
+    section = make_section([2.06, 1.5, 1.7], documents=1, **changes)
+    for item in [section["baseline"], *section["depths"]]:
+        item["low"] = item["high"] = None
+        for name in ("vs_baseline", "vs_previous"):
+            if item.get(name) is not None:
+                item[name]["low"] = item[name]["high"] = None
+        for cell in item["accuracy_by_depth"] or []:
+            cell["low"] = cell["high"] = None
+    return section
+
+
+@pytest.mark.parametrize("changes", [{}, {"solved": [4, 9, 9]}], ids=["text", "pointer"])
+def test_one_document_shows_its_numbers_and_claims_nothing(changes):
+    section = read_report_data(make_report(one_document(**changes))).sections[0]
+    assert {finding.kind for finding in find_all(section)} <= {"limit", "open"}
+    assert "One document was measured" in headline(one_document(**changes))
+    text = said(one_document(**changes))
+    assert "+0.0600" in text and "no interval: one document" in text
+    assert not re.search("falls|raise|Lower|Higher|grows|Only 1 documents", text)
+
+
+@pytest.mark.parametrize("changes", [{}, {"solved": [4, 9, 9]}], ids=["text", "pointer"])
+def test_a_page_of_one_document_has_no_intervals(changes):
+    page = build_report(make_report(one_document(**changes)))
+    parse(page)
+    table = page.split("Every loop count")[1].split("</table>")[0]
+    assert "No interval: one document" in page and "[" not in table
+    assert "no interval" in table and "bootstrap" not in page
 
 
 # Words: limits
@@ -355,8 +394,11 @@ def test_losses_that_are_not_finite_are_refused():
         (lambda s: s["depths"][1].update(vs_previous=None), "needs vs_previous"),
         (lambda s: s["depths"][1].update(vs_baseline=None), "vs_baseline goes with a baseline"),
         (lambda s: s.update(kind="pointer_program"), "accuracy_by_depth goes with"),
-        (lambda s: [d.update(trained=False) for d in s["depths"]], "no depth is marked"),
+        (lambda s: [d.update(trained=False) for d in s["depths"]], "no loop count is marked"),
         (lambda s: s["depths"][0].update(ms_per_token_min=1.0), "timing_note"),
+        (lambda s: s.update(documents=1), "a single document has none"),
+        (lambda s: s["depths"][0].update(low=None, high=None), "low and high go here"),
+        (lambda s: s["depths"][0].update(low=None), "go together"),
     ],
 )
 def test_contradictory_sections_are_refused(change, message):
@@ -450,12 +492,35 @@ def test_the_page_shows_every_part(page):
         "1 min 15 s",
         "model.loop.update",
         "versions.torch",
+        "Equal everywhere",
+        "Wall-clock, optimizer steps only",
+        "the whole interval lies at 90\N{NO-BREAK SPACE}% or above",
         "The year",
         "Forward of 16 rows.",
         "Guessing gives 12.5",
         "2 CPU cores",
     ):
         assert text in page
+
+
+def test_provenance_of_every_run_is_shown_and_equal_facts_once(page):
+    provenance = page.split('id="provenance"')[1]
+    assert provenance.count("versions.torch") == 1
+    assert provenance.index("Equal everywhere") < provenance.index(">tiny<")
+    shown = re.findall(r"<td>(\w+)</td><td>(\d)</td>", provenance)
+    assert shown == [("seed", "3"), ("seed", "4")]
+
+
+def test_a_tax_at_an_untrained_loop_count_is_no_evidence_in_favour():
+    section = make_section([1.9, 1.7, 1.6], untrained=(1,))
+    parsed = read_report_data(make_report(section)).sections[0]
+    [tax] = [f for f in find_all(parsed) if f.text.startswith("One-loop tax")]
+    assert tax.kind == "limit" and "outside training" in tax.text
+
+
+def test_what_is_true_of_all_moves_names_no_optimizer_steps():
+    text = headline(make_section([2.0, 2.0, 2.0]))
+    assert "at any further loop from k = 1 to 3" in text and "step" not in text
 
 
 def test_every_statement_stands_on_the_page(page):

@@ -7,10 +7,15 @@ where it stands, so the demonstration can be interrupted and called again.
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +24,20 @@ from rich.live import Live
 from rich.table import Table
 
 from depthdial.config import Recipe
+from depthdial.recipes import recipe_file
 from depthdial.report import ReportPaths
-from depthdial.studies.report_run import FinishedRun, section_of, write_sections
+from depthdial.studies.finished_run import FinishedRun
+from depthdial.studies.report_run import section_of, write_sections
 from depthdial.train.run_dir import RunDir
 from depthdial.train.sources import open_data
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-# Longest first: two workers finish at about the same time.
+# Pairs of a looped run and its baseline. Longest first: two workers finish at about the same time.
 JOBS = ("tiny-text", "tiny-text-baseline", "tiny-pointer", "tiny-pointer-baseline")
 WORKERS = 2
 QUICK_STEPS = 20
 POLL_SECONDS = 1.0
+RECENT_STEPS = 30
+"""How far back the table looks for a loss at each loop count."""
 
 
 @dataclass
@@ -52,34 +60,99 @@ def run_demo(folder: str | Path, *, quick: bool = False, console: Console) -> Re
     Args:
         quick: a few steps per run, to see that everything works; the results mean nothing.
 
-    Raises: RuntimeError naming the log of a run that failed.
+    Raises: ValueError if the folder holds runs of other settings; RuntimeError naming the log of
+        a run that failed; KeyboardInterrupt after the runs have saved.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [_job(name, folder, quick=quick) for name in JOBS]
+    for job in jobs:
+        _check_folder(job)
     started = time.perf_counter()
     # Once, before the workers: both text runs read the same prepared corpus.
     for job in jobs:
         open_data(job.recipe)
-    _train_all(jobs, folder, console)
-    console.print("Measuring every loop count ...")
+    with _stopped_like_ctrl_c():
+        _train_all(jobs, folder, console)
+    console.print("\nMeasuring every loop count ...")
     sections = []
-    for looped, baseline in ((jobs[0], jobs[1]), (jobs[2], jobs[3])):
+    for looped, baseline in zip(jobs[::2], jobs[1::2], strict=True):
         runs = FinishedRun.open(looped.run.path), FinishedRun.open(baseline.run.path)
         sections.append(section_of(*runs))
-    paths = write_sections(sections, folder, title="One model, every depth")
+    paths = write_sections(sections, folder, title="One model, every loop count")
     minutes = (time.perf_counter() - started) / 60
-    console.print(f"Done in {minutes:.1f} minutes. Open {paths.html}")
+    console.print(f"Done in {minutes:.1f} minutes. Open {paths.html}", soft_wrap=True)
     return paths
 
 
-def _job(name: str, folder: Path, *, quick: bool) -> Job:
-    recipe = Recipe.from_file(RECIPES / f"{name}.yaml")
+def demo_recipe(name: str, folder: Path, *, quick: bool) -> Recipe:
+    """A shipped recipe as the demonstration in `folder` runs it."""
+    recipe = Recipe.from_file(recipe_file(name))
     changes: dict[str, object] = {"data.cache_dir": str(folder / "data")}
     if quick:
         changes |= {"train.steps": QUICK_STEPS, "train.val_every": QUICK_STEPS // 2}
-    recipe = recipe.replace(**changes)
+    return recipe.replace(**changes)
+
+
+def _job(name: str, folder: Path, *, quick: bool) -> Job:
+    recipe = demo_recipe(name, folder, quick=quick)
     return Job(recipe, RunDir(folder / recipe.name))
+
+
+def _check_folder(job: Job) -> None:
+    """Refuse a folder with a run of other settings; remove one that never came to a checkpoint."""
+    if not job.run.config_path.exists():
+        return
+    found = Recipe.from_file(job.run.config_path)
+    # The same folder may be named in another way than at the first call.
+    found = found.replace(**{"data.cache_dir": job.recipe.data.cache_dir})
+    if found != job.recipe:
+        raise ValueError(
+            f"{job.run.path} holds a run with other settings than this demonstration "
+            f"({_first_difference(found, job.recipe)}). Give another folder with --out, or delete "
+            f"{job.run.path}."
+        )
+    if not any(job.run.checkpoints_path.glob("step_*")):
+        shutil.rmtree(job.run.path)
+
+
+def _first_difference(found: Recipe, wanted: Recipe) -> str:
+    """`train.steps is 20 there, 1000 here`."""
+    ours, theirs = dict(_flat(wanted.to_dict())), dict(_flat(found.to_dict()))
+    keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+    return f"{keys[0]} is {theirs.get(keys[0])} there, {ours.get(keys[0])} here"
+
+
+def _flat(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+@contextmanager
+def _stopped_like_ctrl_c() -> Iterator[None]:
+    """End on SIGTERM and on a closed terminal as on Ctrl-C, so that the runs are told to save.
+
+    They have their own sessions, and would go on alone. Only the main thread may take signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM]
+    if sys.platform != "win32":
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _train_all(jobs: list[Job], folder: Path, console: Console) -> None:
@@ -101,15 +174,17 @@ def _train_all(jobs: list[Job], folder: Path, console: Console) -> None:
                         running.remove(job)
                         _check(job, folder)
     finally:
-        for job in running:
-            assert job.process is not None
-            job.process.terminate()
-            job.process.wait()
+        # SIGTERM makes a run save its last step; its second Ctrl-C would not.
+        processes = [job.process for job in running if job.process is not None]
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
 
 
 def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     """A new process that trains the job, or resumes it if it has a checkpoint."""
-    command = [sys.executable, "-m", "depthdial.cli"]
+    command = [sys.executable, "-m", "depthdial"]
     if job.run.config_path.exists():
         command += ["resume", str(job.run.path)]
     else:
@@ -120,7 +195,10 @@ def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
     # OpenMP threads would take the core from the other run.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with _log_path(job, folder).open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        # A session of its own: Ctrl-C reaches this process alone, which tells the runs to save.
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
 
 
 def _check(job: Job, folder: Path) -> None:
@@ -139,19 +217,23 @@ def _log_path(job: Job, folder: Path) -> Path:
 
 
 def _table(jobs: list[Job]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "steps", "tok/s", "loss by loops"):
-        table.add_column(title, justify="left" if title == "run" else "right")
+    """Progress of all runs; at most 80 columns, so that no row wraps."""
+    loops = range(1, max(job.recipe.model.max_loops for job in jobs) + 1)
+    table = Table(box=None, pad_edge=False, caption="k=1 ...: training loss by loop count")
+    table.add_column("run", no_wrap=True)
+    for title in ("steps", "tok/s", *(f"k={k}" for k in loops)):
+        table.add_column(title, justify="right", no_wrap=True)
     for job in jobs:
         records = job.run.read_metrics() if job.run.metrics_path.exists() else []
-        speeds = [r["train/tok_per_sec"] for r in records if "train/tok_per_sec" in r]
+        training = [record for record in records if "train/tok_per_sec" in record]
         losses: dict[str, float] = {}
-        for record in records[-30:]:
-            for name, value in record.items():
-                if name.startswith("train/loss_k"):
-                    losses[name.removeprefix("train/loss_")] = value
-        shown = "  ".join(f"{k} {loss:.3f}" for k, loss in sorted(losses.items()))
-        speed = f"{speeds[-1]:,.0f}" if speeds else "-"
-        steps = f"{records[-1]['step'] if records else 0}/{job.recipe.train.steps}"
-        table.add_row(job.recipe.name, steps, speed, shown or "waiting")
+        for record in training[-RECENT_STEPS:]:
+            losses |= {name: v for name, v in record.items() if name.startswith("train/loss_k")}
+        shown = [losses.get(f"train/loss_k{k}") for k in loops]
+        table.add_row(
+            job.recipe.name,
+            f"{records[-1]['step'] if records else 0}/{job.recipe.train.steps}",
+            f"{training[-1]['train/tok_per_sec']:,.0f}" if training else "-",
+            *("" if loss is None else f"{loss:.3f}" for loss in shown),
+        )
     return table

@@ -1,0 +1,179 @@
+"""A finished run, and the facts of it that a report prints beside what it measures.
+
+Measuring is in `report_run.py`; what a run folder holds is in `train/run_dir.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from depthdial.config import Recipe
+from depthdial.data.shards import TokenDocument, TokenShards
+from depthdial.data.synthetic import PointerPrograms
+from depthdial.data.tokenizer import Tokenizer
+from depthdial.model.checkpoint import load_model
+from depthdial.model.count import count_parameters
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.train.depth_schedule import depth_probabilities
+from depthdial.train.pretrain import STATE_FILE, depth_schedule
+from depthdial.train.provenance import collect_provenance
+from depthdial.train.run_dir import RunDir
+from depthdial.train.sources import VALIDATION_SEED, prepared_folder
+
+REPORT_FACTS = "this report"
+"""Name of the measurement among the runs; no run can have it, as it has a space."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run's newest checkpoint with everything that reporting needs.
+
+    Fields:
+        progress: finished steps, tokens, flops and seconds of the checkpoint.
+        trained_loops: loop counts that those steps ran.
+    """
+
+    path: Path
+    recipe: Recipe
+    model: LoopedLM
+    tokenizer: Tokenizer
+    provenance: dict[str, Any]
+    progress: dict[str, Any]
+    trained_loops: tuple[int, ...]
+    metrics: list[dict[str, Any]]
+
+    @classmethod
+    def open(cls, path: str | Path) -> FinishedRun:
+        """Open a run folder.
+
+        Raises: FileNotFoundError or ValueError saying what is missing; ValueError for a run
+            without a finished optimizer step.
+        """
+        run = RunDir.open(path)
+        checkpoint = run.latest_checkpoint()
+        if checkpoint.step == 0:
+            raise ValueError(
+                f"{path} has finished no optimizer step, so there is nothing to report. Continue "
+                f"it with `depthdial resume {path}`."
+            )
+        recipe = Recipe.from_file(run.config_path)
+        return cls(
+            path=Path(path),
+            recipe=recipe,
+            model=load_model(checkpoint.path, device=recipe.train.device).eval(),
+            tokenizer=Tokenizer.from_dir(checkpoint.path),
+            provenance=run.read_provenance(),
+            progress=json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")),
+            trained_loops=trained_loops(recipe, finished_steps=checkpoint.step),
+            metrics=run.read_metrics(),
+        )
+
+    def start_id(self) -> int:
+        """The token that every document is scored after. Raises ValueError if there is none."""
+        if self.tokenizer.eos_id is None:
+            raise ValueError(
+                f"the tokenizer of {self.path} has no end-of-text token, so it is not a model of "
+                "documents. Text can be measured with a model that was trained on text."
+            )
+        return self.tokenizer.eos_id
+
+    def validation_programs(self) -> PointerPrograms:
+        """Unseen pointer programs, the same for every run of this context."""
+        return PointerPrograms(VALIDATION_SEED, context=self.recipe.data.context, split="valid")
+
+    def validation_documents(self) -> list[TokenDocument]:
+        """Held-out documents of the run's prepared text."""
+        return list(TokenShards.open(prepared_folder(self.recipe), "valid").documents())
+
+
+def trained_loops(recipe: Recipe, *, finished_steps: int) -> tuple[int, ...]:
+    """Loop counts that the first `finished_steps` optimizer steps of a recipe ran, ascending.
+
+    Every step before the switch runs one loop; later ones those of positive probability.
+    """
+    schedule = depth_schedule(recipe)
+    ran = {1} if finished_steps and schedule.switch_step else set()
+    if finished_steps > schedule.switch_step:
+        probabilities = depth_probabilities(schedule)
+        ran |= {k for k, share in enumerate(probabilities, start=1) if share > 0}
+    return tuple(sorted(ran))
+
+
+def training_cost(run: FinishedRun) -> dict[str, Any]:
+    """Size and cost of one side, as `report_data.RunCost`."""
+    return {
+        "params": count_parameters(run.model.config).total,
+        "steps": run.progress["step"],
+        "tokens": run.progress["tokens"],
+        "flops": run.progress["flops"],
+        "seconds": run.progress["seconds"],
+    }
+
+
+def validation_curve(run: FinishedRun, side: str) -> list[dict[str, Any]]:
+    """Validation losses during training, every loop count."""
+    return [
+        {"model": side, "step": record["step"], "num_loops": k, "loss": record[f"val/loss_k{k}"]}
+        for record in run.metrics
+        for k in range(1, run.recipe.model.max_loops + 1)
+        if record.get(f"val/loss_k{k}") is not None
+    ]
+
+
+def facts_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, dict[str, Any]]:
+    """Provenance of both sides by run name, and of the measurement that is going on."""
+    train = run.recipe.train
+    facts = {run.recipe.name: _printable(run)}
+    if baseline is not None:
+        name = baseline.recipe.name
+        facts[f"{name} (baseline)" if name in facts else name] = _printable(baseline)
+    here = collect_provenance(seed=train.seed, device=train.device)
+    facts[REPORT_FACTS] = {"git": _without_patch(here["git"])} | {
+        key: here[key] for key in ("versions", "hardware")
+    }
+    return facts
+
+
+def hardware_text(
+    run: FinishedRun, baseline: FinishedRun | None, *, measured_on: dict[str, Any]
+) -> str:
+    """Which machine did what; one description where all was done on equal ones."""
+    roles = [("training of the looped model", run.provenance["hardware"])]
+    if baseline is not None:
+        roles.append(("training of the baseline", baseline.provenance["hardware"]))
+    roles.append(("measurement", measured_on))
+    machines: dict[str, list[str]] = {}
+    for role, hardware in roles:
+        machines.setdefault(_machine(hardware), []).append(role)
+    if len(machines) == 1:
+        return f"{next(iter(machines))} (training and measurement)"
+    return "; ".join(f"{', '.join(done)}: {text}" for text, done in machines.items())
+
+
+def _machine(hardware: dict[str, Any]) -> str:
+    parts = [
+        hardware["device_name"] or hardware["cpu_model"] or hardware["machine"],
+        f"{hardware['cores']} cores",
+        f"{hardware['torch_threads']} thread(s) per process",
+        f"{hardware['memory_bytes'] / 2**30:.0f} GiB",
+        hardware["system"],
+    ]
+    return ", ".join(parts)
+
+
+def _printable(run: FinishedRun) -> dict[str, Any]:
+    """Provenance with the training cost of the checkpoint that is reported."""
+    facts = run.provenance | {"training": run.progress}
+    return facts | {"git": _without_patch(run.provenance["git"])}
+
+
+def _without_patch(git: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The page says whether there were uncommitted changes; the patch stays in the run."""
+    if git is None:
+        return None
+    return {key: value for key, value in git.items() if key != "dirty_patch"} | {
+        "uncommitted_changes": bool(git["dirty_patch"])
+    }
