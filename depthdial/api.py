@@ -238,10 +238,9 @@ def sweep(
     )
 
     if not isinstance(model, Model):
-        recipe = run_recipe(model)
-        if trained_loops is None and recipe is not None:
-            trained_loops = loops_in_training(recipe)
-        model = load(model)
+        folder = model_folder(model)
+        trained_loops = loops_in_training(folder) if trained_loops is None else trained_loops
+        model = load(folder)
     loops = default_loops(model.config.max_loops) if loops is None else loops
     if isinstance(data, PointerPrograms):
         for name, value in (("context", context), ("stride", stride)):
@@ -309,14 +308,15 @@ def run_recipe(path: str | Path) -> Recipe | None:
     return None
 
 
-def loops_in_training(recipe: Recipe) -> list[int]:
-    """Loop counts that a recipe's training runs: what it draws, and one before a late switch."""
-    from depthdial.train.depth_schedule import depth_probabilities
-    from depthdial.train.pretrain import depth_schedule
+def loops_in_training(checkpoint: str | Path) -> tuple[int, ...] | None:
+    """Loop counts that a run's training had run at a checkpoint of it; None outside a run."""
+    from depthdial.studies.finished_run import trained_loops
+    from depthdial.train.run_dir import CHECKPOINT_NAME
 
-    schedule = depth_schedule(recipe)
-    drawn = [k for k, share in enumerate(depth_probabilities(schedule), start=1) if share > 0]
-    return sorted({*drawn, 1}) if schedule.switch_step > 0 else drawn
+    recipe, match = run_recipe(checkpoint), CHECKPOINT_NAME.fullmatch(Path(checkpoint).name)
+    if recipe is None or match is None:
+        return None
+    return trained_loops(recipe, finished_steps=int(match[1]))
 
 
 def model_folder(path_or_id: str | Path) -> Path:

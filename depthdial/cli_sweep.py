@@ -121,11 +121,12 @@ def run_sweep(options: Options) -> int:
 
 
 def _measure(options: Options) -> Measurement:
-    from depthdial.api import load, loops_in_training, run_recipe, sweep
+    from depthdial.api import load, loops_in_training, model_folder, sweep
     from depthdial.data.synthetic import PointerPrograms
     from depthdial.eval.depth_sweep import default_loops
 
-    model = load(options.model, device=options.device)
+    folder = model_folder(options.model)
+    model = load(folder, device=options.device)
     loops = default_loops(model.config.max_loops)
     if options.num_loops is not None:
         loops = loop_counts(options.num_loops)
@@ -135,9 +136,7 @@ def _measure(options: Options) -> Measurement:
         "precision": options.precision,
     }
     remark(f"measuring {len(loops)} loop counts ...")
-    recipe = run_recipe(options.model)
-    trained = None if recipe is None else loops_in_training(recipe)
-    result = sweep(model, data, loops=loops, trained_loops=trained, **common)
+    result = sweep(model, data, loops=loops, trained_loops=loops_in_training(folder), **common)
     baseline, baseline_loops = None, 1
     if options.baseline is not None:
         other = load(options.baseline, device=options.device)
@@ -241,11 +240,13 @@ def _mark(sweep: DepthSweep, num_loops: int) -> str:
 
 
 def _trained_words(sweep: DepthSweep) -> str:
-    """`1..4`, or `1, 4` where loop counts between were never trained."""
+    """`k = 1..4`, or `k = 1, 4` where loop counts between were never trained."""
     loops = sweep.trained_loops
+    if not loops:
+        return "nothing yet"
     if len(loops) > 2 and loops == tuple(range(loops[0], loops[-1] + 1)):
-        return f"{loops[0]}..{loops[-1]}"
-    return ", ".join(map(str, loops))
+        return f"k = {loops[0]}..{loops[-1]}"
+    return "k = " + ", ".join(map(str, loops))
 
 
 def _print_loss(measured: Measurement) -> None:
@@ -274,7 +275,7 @@ def _print_loss(measured: Measurement) -> None:
     if len(sweep.names) < 2:
         console.print("no intervals: they need at least 2 documents")
     if not all(map(sweep.is_trained, sweep.loops)):
-        console.print(f"* outside training, which ran k = {_trained_words(sweep)}")
+        console.print(f"* outside training, which ran {_trained_words(sweep)}")
 
 
 def _print_cost(measured: Measurement) -> None:

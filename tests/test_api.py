@@ -197,15 +197,17 @@ class TestSweep:
     ) -> None:
         changes = {"depth.sampler": "fixed", "depth.fixed_loops": 3, "depth.override_frac": 0.0}
         recipe = Recipe.from_file(tiny_folder / "runs" / "tiny" / "config.json")
-        for switch_frac, trained in ((0.0, (3,)), (0.5, (1, 3))):
-            name = f"fixed-{switch_frac}"
-            changed = recipe.replace(name=name, **changes | {"depth.switch_frac": switch_frac})
-            run = depthdial.train(changed, root=tmp_path, train__steps=2).path
-            by_path = depthdial.sweep(run, tiny_texts[:1], loops=[1, 2, 3])
-            assert by_path.trained_loops == trained
-            loaded = depthdial.load(run)
-            given = depthdial.sweep(loaded, tiny_texts[:1], loops=[1], trained_loops=[2])
-            assert given.trained_loops == (2,)
+        changed = recipe.replace(name="fixed", **changes | {"depth.switch_frac": 0.5})
+        run = depthdial.train(changed, root=tmp_path, train__checkpoint_every=2).path
+        texts = tiny_texts[:1]
+        for path, trained in (
+            (run, (1, 3)),
+            (run / "checkpoints" / "step_2", (1,)),
+            (shutil.copytree(run / "checkpoints" / "step_4", tmp_path / "alone"), (1, 2, 3)),
+        ):
+            assert depthdial.sweep(path, texts, loops=[1, 2]).trained_loops == trained
+        given = depthdial.sweep(depthdial.load(run), texts, loops=[1], trained_loops=[2])
+        assert given.trained_loops == (2,)
 
     @pytest.mark.parametrize("name", ["context", "stride"])
     def test_an_option_of_text_is_refused_for_pointer_programs(self, name: str) -> None:

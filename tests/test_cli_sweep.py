@@ -195,6 +195,22 @@ class TestVerdicts:
         lines = out.partition("Against the baseline")[2].splitlines()[2:6]
         assert tuple(line.replace("one-loop tax", "").split()[-1] for line in lines) == self.WORDS
 
+    @pytest.mark.parametrize(
+        ("trained", "words"),
+        [((), "nothing yet"), ((1, 3), "k = 1, 3"), ((1, 2, 3), "k = 1..3"), ((4,), "k = 4")],
+    )
+    def test_b15_the_trained_loop_counts_are_told(
+        self,
+        cli: Command,
+        tiny_folder: Path,
+        sweeps: dict[str, DepthSweep],
+        trained: tuple[int, ...],
+        words: str,
+    ) -> None:
+        sweeps["looped"] = replace(sweeps["looped"], trained_loops=trained)
+        out = cli(*self.argv(tiny_folder)).out
+        assert f"* outside training, which ran {words}\n" in out
+
     def test_a_wider_margin_makes_the_difference_equal(
         self, cli: Command, tiny_folder: Path, sweeps: dict[str, DepthSweep]
     ) -> None:
