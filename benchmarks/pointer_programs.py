@@ -2,8 +2,9 @@
 
     python benchmarks/pointer_programs.py [--steps 1500] [--seeds 0 1 2] [--out docs/results]
 
-Trains tiny-pointer and its baseline for every seed, sweeps every loop count on the same unseen
-programs, and writes pointer_programs.json (per seed) and pointer_programs.md. One thread.
+Trains tiny-pointer and its baseline for every seed in two one-thread processes, sweeps every loop
+count on the same unseen programs, and writes pointer_programs.json (per seed) and
+pointer_programs.md.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import argparse
 import json
 import os
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
@@ -29,15 +33,36 @@ from depthdial.train.pretrain import train
 TRAINED_LOOPS = (1, 2, 3, 4)
 
 
-def run_seed(seed: int, steps: int, root: Path) -> dict:
-    """Train both sides at one seed and measure them."""
-    runs = []
-    for name in ("tiny-pointer", "tiny-pointer-baseline"):
-        recipe = Recipe.from_file(recipe_file(name))
-        changes = {"name": f"{name}-{seed}", "train.seed": seed, "train.steps": steps}
-        runs.append(FinishedRun.open(train(recipe.replace(**changes), root=root).path))
-        print(f"seed {seed}: {name} trained", flush=True)
-    section = section_of(*runs)["section"]
+RECIPES = ("tiny-pointer", "tiny-pointer-baseline")
+WORKERS = 2
+
+
+def train_one(name: str, seed: int, steps: int, root: Path) -> Path:
+    """Train one side at one seed to its end; returns the run folder."""
+    torch.set_num_threads(1)
+    recipe = Recipe.from_file(recipe_file(name))
+    changes = {"name": f"{name}-{seed}", "train.seed": seed, "train.steps": steps}
+    result = train(recipe.replace(**changes), root=root)
+    if result.status != "finished":
+        raise RuntimeError(f"{name} at seed {seed} was {result.status} at step {result.step}.")
+    print(f"seed {seed}: {name} trained", flush=True)
+    return result.path
+
+
+def train_all(seeds: list[int], steps: int, root: Path) -> dict[int, tuple[Path, Path]]:
+    """Both sides of every seed, longest runs first."""
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        jobs = {
+            (name, seed): pool.submit(train_one, name, seed, steps, root)
+            for name in RECIPES
+            for seed in seeds
+        }
+        return {seed: tuple(jobs[name, seed].result() for name in RECIPES) for seed in seeds}
+
+
+def measure(seed: int, paths: tuple[Path, Path]) -> dict:
+    """Both sides of one seed at every loop count."""
+    section = section_of(*(FinishedRun.open(path) for path in paths))["section"]
     return {"seed": seed, "baseline": section["baseline"], "depths": section["depths"],
             "training": section["training"], "hardware": section["hardware"]}  # fmt: skip
 
@@ -146,7 +171,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
-        results = [run_seed(seed, arguments.steps, Path(root)) for seed in arguments.seeds]
+        runs = train_all(arguments.seeds, arguments.steps, Path(root))
+        results = [measure(seed, paths) for seed, paths in runs.items()]
     page = markdown(results, arguments.steps)
     print(page)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -344,6 +344,7 @@ def _averaged(points: Sequence[CurvePoint]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decimals(axes: Axes) -> int:
-    """Decimals that tell neighbouring tick labels apart."""
-    low, high = axes.get_ylim()
-    return int(np.clip(np.ceil(-np.log10((high - low) / 4)), 0, 6))
+    """Decimals that print every tick label exactly."""
+    ticks = axes.get_yticks()
+    exact = [d for d in range(6) if np.allclose(ticks, np.round(ticks, d), rtol=0, atol=1e-9)]
+    return exact[0] if exact else 6

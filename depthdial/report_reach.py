@@ -88,7 +88,7 @@ def find_reaches(section: Section) -> list[Finding]:
             f"{name(a, b)} {signed(_reach(b) - _reach(a), 0)}" for a, b in trained_moves(section)
         )
         text += f" Added per move: {added}."
-    findings = [Finding("shown" if changes["deeper"] else "open", text)]
+    findings = [Finding("shown" if changes["deeper"] or _grows(section) else "open", text)]
     if changes["shorter"]:
         findings.append(
             Finding("against", f"Only shorter chains are solved at {_listed(changes['shorter'])}.")
@@ -115,46 +115,40 @@ def reach_in_short(section: Section) -> list[Finding]:
         return []
     changes = _changes(section)
     first, last = moves[0][0], moves[-1][1]
-    span = f"k = {first.num_loops} to {last.num_loops}"
     if len(changes["ceiling"]) == len(moves):
-        text = f"every measured dependency depth (up to {_last(first)}) is solved at {span}, so "
-        return [Finding("limit", text + "a longer reach cannot be shown")]
-    if changes["deeper"] and len(changes["deeper"]) + len(changes["ceiling"]) == len(moves):
-        text = f"the deepest solved dependency chain grows from {_text(first)} at "
-        text += f"k = {first.num_loops} to {_text(last)} at k = {last.num_loops}"
-        if changes["ceiling"] or _reach(last) == _last(last):
-            text += ", the deepest measured"
-        return [Finding("shown", text)]
+        text = f"every measured dependency depth (up to {_last(first)}) is solved at "
+        text += f"k = {first.num_loops} to {last.num_loops}, so a longer reach cannot be shown"
+        return [Finding("limit", text)]
     if len(changes["same"]) == len(moves):
         return [Finding("against", "more loops solve no deeper dependency chains")]
-    parts: list[tuple[Change, Finding]] = [
-        (
-            "shorter",
-            Finding(
-                "against",
-                f"only shorter dependency chains are solved at {_listed(changes['shorter'])}",
-            ),
-        ),
-        (
-            "same",
-            Finding("against", f"no deeper dependency chain is solved at {names(changes['same'])}"),
-        ),
-        (
-            "undecided",
-            Finding(
-                "open",
-                "whether deeper dependency chains are solved is undecided at "
-                f"{names(changes['undecided'])}",
-            ),
-        ),
-        (
-            "deeper",
-            Finding(
-                "shown", f"deeper dependency chains are solved at {_listed(changes['deeper'])}"
-            ),
-        ),
+    gain = f"deeper dependency chains are solved at {_listed(changes['deeper'])}"
+    if _grows(section):
+        gain = f"the deepest solved dependency chain grows from {_text(first)} at "
+        gain += f"k = {first.num_loops} to {_text(last)} at k = {last.num_loops}"
+        if _reach(last) == _last(last):
+            gain += ", the deepest measured"
+    fallen = f"only shorter dependency chains are solved at {_listed(changes['shorter'])}"
+    idle = f"no deeper dependency chain is solved at {names(changes['same'])}"
+    unclear = "whether deeper dependency chains are solved is undecided at "
+    unclear += names(changes["undecided"])
+    parts = [
+        (bool(changes["shorter"]), Finding("against", fallen)),
+        (bool(changes["same"]), Finding("against", idle)),
+        (bool(changes["undecided"]), Finding("open", unclear)),
+        (bool(changes["deeper"]) or _grows(section), Finding("shown", gain)),
     ]
-    return [finding for change, finding in parts if changes[change]]
+    return [finding for applies, finding in parts if applies]
+
+
+def _grows(section: Section) -> bool:
+    """Whether the reach grows over the trained loop counts and nowhere stands still or falls.
+
+    The whole can be decided where single moves are not.
+    """
+    moves, changes = trained_moves(section), _changes(section)
+    if not moves or changes["shorter"] or changes["same"]:
+        return False
+    return _reach(moves[-1][1]) > _possible(moves[0][0])
 
 
 def _changes(section: Section) -> dict[Change, list[Move]]:

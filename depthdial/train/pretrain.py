@@ -137,14 +137,14 @@ def resume(
     run = RunDir.open(path)
     recipe = Recipe.from_file(run.config_path)
     checkpoint = run.latest_checkpoint()
-    if overrides:
-        recipe = _changed(recipe, overrides)
-        run.write_config(recipe)
+    recipe = _changed(recipe, overrides or {})
     data = open_data(recipe)
     model = load_model(checkpoint.path, device=recipe.train.device)
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
     state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
+    # Only once everything has opened: a refused resume leaves the run as it was.
+    run.write_config(recipe)
     run.discard_metrics_after(checkpoint.step)
     session = _Session(recipe, run, data, model, optimizers, Progress(**state))
     return _run(session, observer or SilentObserver())
