@@ -96,9 +96,11 @@ def _section_view(section: Section, *, prefix: str) -> dict[str, Any]:
         "findings": [
             (f.kind, _LABELS[f.kind], _unbroken(f.text)) for f in report_words.find_all(section)
         ],
-        "level": percent(section.level),
-        "solved": percent(SOLVED_ACCURACY),
-        "chance": None if section.chance_accuracy is None else percent(section.chance_accuracy),
+        "level": _unbroken(percent(section.level)),
+        "solved": _unbroken(percent(SOLVED_ACCURACY)),
+        "chance": None
+        if section.chance_accuracy is None
+        else _unbroken(percent(section.chance_accuracy)),
         "margin": f"{section.margin:.4f}",
         "figures": figures,
         "outside": {depth.num_loops for depth in section.depths if not depth.trained},
@@ -115,6 +117,11 @@ def _unbroken(text: str) -> str:
     """No line break inside `k = 1`, `k 1→2`, `95 %` and `+0.1 [+0.0, +0.2]`."""
     text = re.sub(r"(?<=\bk) (= )?(?=\d)", lambda m: m[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
     return re.sub(r" (?=%|\[)|(?<=\d,) (?=[^ ]*\])|(?<=→\d) ", "\N{NO-BREAK SPACE}", text)
+
+
+def _compact(text: str) -> str:
+    """Generated text without leading spaces, and with runs of blank lines as one."""
+    return re.sub(r"\n\s*\n", "\n\n", text.lstrip(" "))
 
 
 def _rows(section: Section) -> Iterator[dict[str, Any]]:
@@ -250,4 +257,5 @@ def _template() -> Template:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["compact"] = _compact
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))

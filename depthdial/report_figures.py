@@ -312,6 +312,7 @@ def _draw_training(axes: Axes, section: Section) -> None:
             }
         axes.plot(steps, losses, **style)
     axes.set_xlabel("optimizer step")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(f"loss, {section.unit}")
     axes.tick_params(length=0)
     axes.margins(x=0.01)

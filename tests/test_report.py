@@ -8,8 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from depthdial import report_figures
 from depthdial.eval.stats import Interval, compare
 from depthdial.report import build_report, write_report
+from depthdial.report_canvas import new_figure
 from depthdial.report_data import Difference, Section, read_report_data
 from depthdial.report_terms import verdict
 from depthdial.report_words import describe_section, find_all, summarise_section
@@ -544,6 +546,27 @@ def test_an_exploding_depth_outside_training_does_not_flatten_the_curve():
     ticks = [float(t) for t in re.findall(r">(\d\.\d+)</text>", loss_figure)]
     assert ">900</text>" in loss_figure
     assert len([tick for tick in ticks if 1.6 < tick < 2.4]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("ticks", "decimals"), [([0.0, 0.025, 0.05], 3), ([-0.2, -0.1, 0.0], 1), ([1.0, 2.0], 0)]
+)
+def test_tick_labels_have_the_decimals_that_their_values_need(ticks, decimals):
+    """A step of 0.025 was once labelled +0.13, +0.15, +0.18."""
+    figure, context = new_figure((3, 3))
+    with context:
+        axes = figure.add_subplot()
+        axes.set_yticks(ticks)
+        assert report_figures._decimals(axes) == decimals
+
+
+def test_runs_of_blank_lines_in_samples_are_shown_as_one_and_the_page_says_so():
+    section = make_section([2.0, 1.8])
+    section["samples"] = [
+        {"prompt": "p", "outputs": [{"num_loops": 1, "text": "a\n\n \n\n\nb\nc"}]}
+    ]
+    page = build_report(make_report(section))
+    assert "<p>a\n\nb\nc</p>" in page and "Blank lines in a row are shown as one." in page
 
 
 def test_text_from_models_and_files_is_escaped():

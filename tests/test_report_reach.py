@@ -96,6 +96,19 @@ def test_a_move_over_undecided_dependency_depths_is_undecided():
     assert "No deeper chain" not in said(of)
 
 
+def test_growth_over_all_loops_can_be_decided_where_single_moves_are_not():
+    of = section(
+        cells(SOLVED, OPEN, WRONG, WRONG),
+        cells(SOLVED, SOLVED, OPEN, WRONG),
+        cells(SOLVED, SOLVED, SOLVED, WRONG),
+    )
+    assert short(of) == (
+        "whether deeper dependency chains are solved is undecided at k 1→2, k 2→3; the deepest "
+        "solved dependency chain grows from 1 (2 undecided) at k = 1 to 3 at k = 3"
+    )
+    assert [f.kind for f in find_reaches(of)] == ["shown", "open"]
+
+
 @pytest.mark.parametrize("reaches", [(LAST, LAST, LAST), (LAST, LAST)])
 def test_a_saturated_evaluation_is_a_limit_in_the_headline_too(reaches):
     of = stairs(*reaches)
