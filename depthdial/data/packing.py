@@ -48,6 +48,10 @@ class RowSource(Protocol):
     def epoch_tokens(self) -> int | None:
         """Tokens after which the data repeats; None if it never does."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources of the same content."""
+
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Rows first_row .. first_row + num_rows - 1, depending on nothing else."""
 
@@ -139,17 +143,19 @@ class PackedText:
         self.isolate_documents = isolate_documents
         self.vocab_size = shards.vocab_size
         self.epoch_tokens = shards.num_tokens
+        self.fingerprint = shards.fingerprint
         self._file_starts = np.cumsum(shards.lengths) - shards.lengths
         self._orders: dict[int, _EpochOrder] = {}
 
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Rows first_row .. first_row + num_rows - 1; padding_mask_BT is None.
 
-        Raises: ValueError for a negative row or num_rows < 1.
+        Raises: ValueError for a negative row, num_rows < 1, or a damaged token file.
         """
         check_rows(first_row, num_rows)
         shape = (num_rows, self.context)
         stream, serials = self._read(first_row * self.context, num_rows * self.context + 1)
+        self.shards.check_ids(stream)
         document_ids_BT = None
         if self.isolate_documents:
             # An input belongs to the document of its target, so end-of-text opens the next one.

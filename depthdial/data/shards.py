@@ -2,12 +2,14 @@
 
 A folder holds tokenizer.json, meta.json (written last) and per split `S`:
 `S.bin` (all documents end to end, each closed by the end-of-text token),
-`S.index.npy` ([documents, 2] int64: tokens, UTF-8 bytes) and `S.names.json`.
+`S.index.npy` ([documents, 2] int64: tokens, UTF-8 bytes) and `S.names.json`. meta.json keeps the
+SHA-256 of each `S.bin`, so that a run can tell whether its data are still the same.
 Reading text is in `text.py`, cutting rows for training in `packing.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FORMAT = "depthdial-shards"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SPLITS = ("train", "valid")
 META_FILE = "meta.json"
 
@@ -109,11 +111,26 @@ class TokenShards:
         """Documents of the split."""
         return len(self.names)
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the split's token ids, as written."""
+        return self.meta["splits"][self.split]["sha256"]
+
+    def check_ids(self, tokens: np.ndarray) -> None:
+        """Raise ValueError if ids read from the file lie outside the vocabulary."""
+        if len(tokens) and int(tokens.max()) >= self.vocab_size:
+            raise ValueError(
+                f"{self.directory / f'{self.split}.bin'} has token id {int(tokens.max())}, but the "
+                f"vocabulary has {self.vocab_size}: the file is damaged. Prepare the folder again."
+            )
+
     def documents(self) -> Iterator[TokenDocument]:
-        """Documents in file order."""
+        """Documents in file order. Raises ValueError at an id outside the vocabulary."""
         start = 0
         for name, length, num_bytes in zip(self.names, self.lengths, self.num_bytes, strict=True):
-            yield TokenDocument(name, self.tokens[start : start + length], int(num_bytes))
+            tokens_T = self.tokens[start : start + length]
+            self.check_ids(tokens_T)
+            yield TokenDocument(name, tokens_T, int(num_bytes))
             start += int(length)
 
 
@@ -125,6 +142,7 @@ class SplitWriter:
         self._vocab_size, self._eos_id = vocab_size, eos_id
         self._dtype = token_dtype(vocab_size)
         self._file = (directory / f"{split}.bin").open("wb")
+        self._digest = hashlib.sha256()
         self._index: list[tuple[int, int]] = []
         self._names: list[str] = []
 
@@ -133,12 +151,14 @@ class SplitWriter:
         assert ids, f"document '{name}' has no token"
         tokens_T = np.array([*ids, self._eos_id], dtype=np.int64)
         assert tokens_T.max() < self._vocab_size, "token id outside the vocabulary"
-        self._file.write(tokens_T.astype(self._dtype).tobytes())
+        content = tokens_T.astype(self._dtype).tobytes()
+        self._file.write(content)
+        self._digest.update(content)
         self._index.append((len(tokens_T), num_bytes))
         self._names.append(name)
 
-    def finish(self) -> dict[str, int]:
-        """Write the index and names, flush all to disk; returns the counts for meta.json."""
+    def finish(self) -> dict[str, int | str]:
+        """Write the index and names, flush all to disk; returns the facts for meta.json."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self.close()
@@ -150,7 +170,8 @@ class SplitWriter:
         names = json.dumps(self._names)
         write_synced(self._directory / f"{self._split}.names.json", names)
         tokens, num_bytes = (int(total) for total in index.sum(axis=0))
-        return {"documents": len(index), "tokens": tokens, "bytes": num_bytes}
+        digest = self._digest.hexdigest()
+        return {"documents": len(index), "tokens": tokens, "bytes": num_bytes, "sha256": digest}
 
     def close(self) -> None:
         """Close the token file; harmless when closed already."""

@@ -104,6 +104,7 @@ class PointerPrograms:
         self.split = split
         self.task_seed = task_seed
         self.table = function_table(task_seed)
+        self.fingerprint = f"pointer programs of task seed {task_seed}"
 
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Programs and their values; every position is scored.

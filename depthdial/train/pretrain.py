@@ -8,6 +8,7 @@ A step index is 0-based; metrics and checkpoints count finished steps.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from depthdial.config import Recipe
 from depthdial.data.packing import DataState, iterate_batches
 from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
 from depthdial.model.count import flops_per_token
+from depthdial.model.device import check_device
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.train.depth_schedule import DepthSchedule, loops_for_step
 from depthdial.train.optim import Optimizers, lr_scale_at
@@ -66,8 +68,9 @@ Status = Literal["finished", "interrupted", "terminated"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: finished steps, data position, and what it has cost so far."""
+    """How far a run is: finished steps, data and position in it, and what it has cost so far."""
 
+    data: str = ""
     step: int = 0
     next_row: int = 0
     tokens: int = 0
@@ -106,6 +109,7 @@ def train(
 
     Raises: ValueError if that run exists, or recipe and data do not fit.
     """
+    check_device(recipe.train.device)
     data = open_data(recipe)
     schedule = depth_schedule(recipe)
     # Before the switch the model has no modulation at all: it is grafted at the switch.
@@ -114,9 +118,15 @@ def train(
     model = LoopedLM(config, seed=recipe.train.seed).to(recipe.train.device)
     provenance = collect_provenance(seed=recipe.train.seed, device=recipe.train.device)
     run = RunDir.create(root, recipe.name, config=recipe, provenance=provenance)
-    session = _Session(recipe, run, data, model, Optimizers(model, recipe.optim), Progress())
+    progress = Progress(data=data.train.fingerprint)
+    session = _Session(recipe, run, data, model, Optimizers(model, recipe.optim), progress)
     # Whatever stops the run from here on, there is something to resume from.
-    save_checkpoint(session)
+    try:
+        save_checkpoint(session)
+    except (OSError, RuntimeError):
+        # Nothing was trained yet: leave the name free rather than a folder that nothing opens.
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return _run(session, observer or SilentObserver())
 
 
@@ -138,15 +148,23 @@ def resume(
     recipe = Recipe.from_file(run.config_path)
     checkpoint = run.latest_checkpoint()
     recipe = _changed(recipe, overrides or {})
+    check_device(recipe.train.device)
+    run.read_provenance()
     data = open_data(recipe)
     model = load_model(checkpoint.path, device=recipe.train.device)
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
-    state = json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8"))
+    progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
+    if progress.data != data.train.fingerprint:
+        raise ValueError(
+            f"the training data of {run.path} are not what they were: the run read "
+            f"{progress.data[:16]}..., {data.folder} now holds {data.train.fingerprint[:16]}.... "
+            "Prepare the same data again, or start a new run."
+        )
     # Only once everything has opened: a refused resume leaves the run as it was.
     run.write_config(recipe)
     run.discard_metrics_after(checkpoint.step)
-    session = _Session(recipe, run, data, model, optimizers, Progress(**state))
+    session = _Session(recipe, run, data, model, optimizers, progress)
     return _run(session, observer or SilentObserver())
 
 

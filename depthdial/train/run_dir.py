@@ -63,6 +63,9 @@ class RunDir:
                 "digits, '.', '_' and '-'."
             )
         run = cls(Path(root) / name)
+        if run._never_started():
+            # Killed before its first checkpoint: nothing in it was trained.
+            shutil.rmtree(run.path)
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
             raise ValueError(
                 f"{run.path} exists already and is not empty. Continue that run with "
@@ -93,8 +96,14 @@ class RunDir:
         write_whole(self.provenance_path, _json_line(provenance, indent=2))
 
     def read_provenance(self) -> dict[str, Any]:
-        """Contents of provenance.json."""
-        return json.loads(self.provenance_path.read_text(encoding="utf-8"))
+        """Contents of provenance.json. Raises ValueError naming the file if it is damaged."""
+        try:
+            return json.loads(self.provenance_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.provenance_path} is missing or damaged ({error}). It holds facts for the "
+                "report only: restore it, or write {} into it."
+            ) from error
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Append one JSON line and hand it to the operating system.
@@ -137,6 +146,12 @@ class RunDir:
         Returns: number of lines moved; a warning says so if there are any.
         """
         lines = self._metrics_lines()
+        if step and not any(json.loads(line)["step"] == step for line in lines):
+            warnings.warn(
+                f"{self.metrics_path.name} does not reach step {step}, where the run goes on: "
+                "lines were lost, and its curves will have a gap.",
+                stacklevel=2,
+            )
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         dropped = [line for line in lines if json.loads(line)["step"] > step]
         if self.metrics_path.exists() and self.metrics_path.stat().st_size:
@@ -214,11 +229,19 @@ class RunDir:
             "Start it again under another name, with a smaller train.checkpoint_every."
         )
 
+    def _never_started(self) -> bool:
+        """Whether this is a run of ours without a metrics line and without any checkpoint."""
+        known = {self.config_path, self.provenance_path, self.checkpoints_path}
+        if not self.config_path.is_file() or not set(self.path.iterdir()) <= known:
+            return False
+        return not any(CHECKPOINT_NAME.fullmatch(path.name) for _, path in self._candidates())
+
     def _metrics_lines(self) -> list[str]:
         """Complete lines of metrics.jsonl, each valid JSON with a step."""
         if not self.metrics_path.exists():
             return []
-        *complete, _unfinished = self.metrics_path.read_text(encoding="utf-8").split("\n")
+        text = self.metrics_path.read_text(encoding="utf-8", errors="replace")
+        *complete, _unfinished = text.split("\n")
         for number, line in enumerate(complete, start=1):
             try:
                 json.loads(line)["step"]

@@ -51,6 +51,11 @@ def open_data(recipe: Recipe) -> TrainData:
             for split in ("train", "valid")
         )
         data = TrainData(train, valid, Tokenizer.from_dir(folder), folder)
+        if train.vocab_size != data.tokenizer.vocab_size:
+            raise ValueError(
+                f"{folder}: the token files were made with {train.vocab_size} tokens, its "
+                f"tokenizer.json has {data.tokenizer.vocab_size}. Prepare the folder again."
+            )
     vocab_size = data.tokenizer.vocab_size
     if vocab_size != recipe.model.vocab_size:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_cut_meta_file_does_not_open(folder):
 
 def test_other_format_version_is_refused(folder):
     path = folder / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 2}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 99}))
     with pytest.raises(ValueError, match="this version reads"):
         TokenShards.open(folder, "train")
 
@@ -104,3 +105,18 @@ def test_missing_folder_is_named(tmp_path):
 def test_unknown_split_is_refused(folder):
     with pytest.raises(ValueError, match="split 'test' is unknown; choose one of train, valid"):
         TokenShards.open(folder, "test")
+
+
+def test_an_id_outside_the_vocabulary_names_the_damaged_file(folder):
+    """Same size, other bytes: it used to be an IndexError deep in the embedding."""
+    path = folder / "train.bin"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    shards = TokenShards.open(folder, "train")
+    with pytest.raises(ValueError, match=r"train\.bin has token id 65535"):
+        list(shards.documents())
+
+
+def test_the_fingerprint_is_the_hash_of_the_token_file(folder):
+    shards = TokenShards.open(folder, "train")
+    assert shards.fingerprint == hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
+    assert shards.fingerprint != TokenShards.open(folder, "valid").fingerprint

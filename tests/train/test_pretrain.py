@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import types
@@ -268,6 +269,64 @@ def test_a_compiled_run_crosses_the_switch_and_equals_the_eager_one(tmp_path):
         records = RunDir.open(path).read_metrics()
         losses.append([r.get("train/loss", r.get("val/loss_k3")) for r in records])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_resume_refuses_data_that_changed(tmp_path):
+    """Ids of another tokenizer used to be trained on without a word."""
+    source = tmp_path / "texts"
+    source.mkdir()
+    for i in range(8):
+        (source / f"{i}.txt").write_text(f"The loop runs {i} times. " * 40)
+    prepare([source], tmp_path / "prepared", vocab_size=270)
+    changes = {"data": DataConfig(path=str(tmp_path / "prepared"), context=16)}
+    recipe = pointer_recipe(**changes, **{"model.vocab_size": 270})
+    stopped = train(recipe, root=tmp_path, observer=Recorder(signal_at=3))
+    prepare([source], tmp_path / "prepared", vocab_size=270, valid_frac=0.4, overwrite=True)
+    with pytest.raises(ValueError, match="training data of .* are not what they were"):
+        resume(stopped.path)
+    prepare([source], tmp_path / "prepared", vocab_size=270, overwrite=True)
+    assert resume(stopped.path).status == "finished"
+
+
+def test_a_damaged_provenance_is_named_before_anything_is_trained(tmp_path):
+    stopped = train(pointer_recipe(), root=tmp_path, observer=Recorder(signal_at=3))
+    (stopped.path / "provenance.json").write_bytes(b'{"git": \xff')
+    with pytest.raises(ValueError, match=r"provenance\.json is missing or damaged"):
+        resume(stopped.path)
+    assert RunDir.open(stopped.path).latest_checkpoint().step == 3
+
+
+def test_a_full_disk_before_the_first_checkpoint_leaves_the_name_free(tmp_path, monkeypatch):
+    from depthdial.train import pretrain
+
+    def full(tensors, path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(pretrain, "write_tensors", full)
+        train(pointer_recipe(), root=tmp_path)
+    assert train(pointer_recipe(), root=tmp_path).status == "finished"
+
+
+def test_a_run_killed_before_its_first_checkpoint_does_not_block_its_name(tmp_path):
+    train(pointer_recipe(), root=tmp_path)
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert train(pointer_recipe(), root=tmp_path).status == "finished"
+
+
+def test_lost_metrics_are_noticed(tmp_path):
+    stopped = train(pointer_recipe(), root=tmp_path, observer=Recorder(signal_at=3))
+    (stopped.path / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match="does not reach step 3"):
+        resume(stopped.path)
+
+
+def test_a_device_that_is_not_there_is_refused_before_a_folder_is_made(tmp_path):
+    with pytest.raises(ValueError, match="device 'meta' cannot be used here"):
+        train(pointer_recipe(**{"train.device": "meta"}), root=tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_existing_run_is_refused_with_advice(tmp_path):

@@ -61,6 +61,7 @@ def test_new_run_holds_its_config_and_provenance(run):
 
 
 def test_existing_run_is_refused_with_advice_and_left_alone(run):
+    run.append_metrics({"step": 1})
     before = tree_bytes(run.path)
     with pytest.raises(ValueError, match="depthdial resume .*try-1.* another name"):
         RunDir.create(run.path.parent, "try-1", config=LoopConfig(), provenance={})
