@@ -25,7 +25,7 @@ def token_documents(
     Documents without text are skipped, with one warning that counts them.
     Raises: ValueError if no document has text.
     """
-    from depthdial.data.documents import is_empty
+    from depthdial.data.documents import is_empty, nothing_in
     from depthdial.data.shards import META_FILE
 
     if isinstance(data, str | Path):
@@ -35,9 +35,7 @@ def token_documents(
     documents = list(_read(data))
     with_text = [document for document in documents if not is_empty(document)]
     if not with_text:
-        raise ValueError(
-            f"nothing to measure: all {len(documents)} documents are empty. Give text."
-        )
+        raise ValueError(f"nothing to measure: {nothing_in(len(documents))}. Give text.")
     if len(with_text) < len(documents):
         warnings.warn(
             f"skipped {len(documents) - len(with_text)} of {len(documents)} documents: no text.",

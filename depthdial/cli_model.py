@@ -17,7 +17,8 @@ from rich.text import Text
 from depthdial.cli_options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli_sweep import run_sweep, sweep_parser
 from depthdial.cli_tables import flops, remark, result_console, short_count, size, table
-from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, load_yaml, nearest_name
+from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
+from depthdial.config_text import load_yaml
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -286,7 +287,7 @@ def _is_recipe(path: Path) -> bool:
     """
     try:
         values = load_yaml(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError:
+    except (UnicodeDecodeError, yaml.YAMLError):
         return True
     return not isinstance(values, dict) or "model" in values or "model_type" not in values
 

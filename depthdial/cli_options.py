@@ -16,7 +16,8 @@ from typing import Any
 import jsonargparse
 import yaml
 
-from depthdial.config import Recipe, load_yaml
+from depthdial.config import Recipe
+from depthdial.config_text import load_yaml
 
 Options = jsonargparse.Namespace
 

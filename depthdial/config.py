@@ -1,7 +1,8 @@
 """Configuration models: strict, frozen, read from JSON or YAML dictionaries.
 
 Here live the fields, their ranges and the rules between them. Derived numbers
-(parameters, FLOPs, cache bytes) are functions in `model/count.py`.
+(parameters, FLOPs, cache bytes) are functions in `model/count.py`; reading YAML and JSON is in
+`config_text.py`.
 An unknown key is an error that names the nearest known key.
 """
 
@@ -12,8 +13,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from depthdial.config_text import check_plain, read_mapping
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -39,7 +41,11 @@ class StrictConfig(BaseModel):
     """Base of all configs: no unknown keys, no silent conversion, immutable."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     @classmethod
@@ -49,6 +55,7 @@ class StrictConfig(BaseModel):
         Raises: ValueError listing every problem with its key; an unknown key
         comes with the nearest known one.
         """
+        check_plain(values)
         try:
             return cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
@@ -60,13 +67,7 @@ class StrictConfig(BaseModel):
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no config file at {path}")
-        text = path.read_text(encoding="utf-8")
-        try:
-            values = json.loads(text) if path.suffix == ".json" else load_yaml(text)
-        except (json.JSONDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a mapping of keys, got {type(values).__name__}")
+        values = read_mapping(path)
         try:
             return cls.from_dict(values)
         except ValueError as error:
@@ -417,21 +418,6 @@ class Recipe(StrictConfig):
                 f"depth.fixed_loops={fixed} exceeds model.max_loops={self.model.max_loops}."
             )
         return self
-
-
-def load_yaml(text: str) -> Any:
-    """YAML with the float spelling people type: `1e-3` is a number, not a string."""
-    import re
-
-    class Loader(yaml.SafeLoader):
-        """SafeLoader with YAML 1.2 floats."""
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)$"),
-        list("-+0123456789."),
-    )
-    return yaml.load(text, Loader)
 
 
 def set_dotted(values: dict[str, Any], key: str, value: Any) -> None:

@@ -36,7 +36,7 @@ class InputFiles(NamedTuple):
 
 
 def find_files(paths: Sequence[str | Path]) -> InputFiles:
-    """All txt, jsonl and parquet files at or below `paths`.
+    """All txt, jsonl and parquet files at or below `paths`, each once.
 
     A file in a folder is named by the folder's name and its path inside, so names
     (and with them the split) do not depend on where the folder lies.
@@ -45,19 +45,25 @@ def find_files(paths: Sequence[str | Path]) -> InputFiles:
     """
     supported: dict[str, Path] = {}
     unsupported: list[str] = []
+    seen: set[Path] = set()
     for path in (Path(path) for path in paths):
         if not path.exists():
             raise FileNotFoundError(f"no file or folder at {path}")
         if path.is_file() and path.suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path} is not one of {', '.join(SUFFIXES)}. Convert it first.")
         for name, file in _files_below(path):
+            # A link with a name of its own is a file of its own.
+            place = file.parent.resolve() / file.name
+            if place in seen:
+                continue
+            seen.add(place)
             hidden = any(part.startswith(".") for part in Path(name).parts[1:])
             if file.suffix.lower() not in SUFFIXES or hidden:
                 unsupported.append(name)
             elif name in supported:
                 raise ValueError(
-                    f"{supported[name]} and {file} are both named '{name}'. Give each file once; "
-                    "rename one of the two, or give a folder that holds both."
+                    f"{supported[name]} and {file} are both named '{name}'. Rename one of the two, "
+                    "or give a folder that holds both."
                 )
             else:
                 supported[name] = file
@@ -85,6 +91,15 @@ def read_documents(
             yield from _read_jsonl(name, path, text_field)
         else:
             yield from _read_parquet(name, path, text_field)
+
+
+def nothing_in(num_documents: int) -> str:
+    """In words, that none of the documents read has text."""
+    if num_documents == 0:
+        return "the files hold no document"
+    if num_documents == 1:
+        return "the only document is empty"
+    return f"all {num_documents:,} documents are empty"
 
 
 def is_empty(document: Document) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from depthdial.data.documents import (
     ReadDocuments,
     find_files,
     is_empty,
+    nothing_in,
     read_documents,
 )
 from depthdial.data.shards import (
@@ -148,16 +150,17 @@ def prepare_documents(
         choose_valid: picks the validation split by name.
         origin: JSON value kept in meta.json, saying where the documents come from.
 
-    Raises: ValueError, also when no document has text.
+    Raises: ValueError, also when no document has text; OSError if the disk refuses, which leaves
+        `dst` as it was.
     """
     dst = Path(dst)
     check_destination(dst, overwrite=overwrite)
     names, empty_documents = _survey(read)
     if not names:
-        raise ValueError(f"nothing to prepare: all {empty_documents} documents are empty.")
+        raise ValueError(f"nothing to prepare: {nothing_in(empty_documents)}.")
     valid_names = choose_valid(names)
     tokenizer = _choose_tokenizer(read, valid_names, vocab_size=vocab_size, tokenizer=tokenizer)
-    with new_folder(dst, overwrite=overwrite) as folder:
+    with _naming(dst), new_folder(dst, overwrite=overwrite) as folder:
         splits, spelled_empty, one_token = _write_splits(read, folder, valid_names, tokenizer)
         if splits["train"]["documents"] == 0:
             raise ValueError("nothing to train on: no document of the train split has a token.")
@@ -199,6 +202,22 @@ def split_by_hash(names: Sequence[str], *, valid_frac: float) -> set[str]:
     ranked = sorted(names, key=_hash_fraction)
     chosen = {name for name in ranked if _hash_fraction(name) < valid_frac}
     return (chosen | {ranked[0]}) - {ranked[-1]}
+
+
+@contextmanager
+def _naming(dst: Path) -> Iterator[None]:
+    """Disk errors of the block say which folder was not written and what stands."""
+    try:
+        yield
+    except OSError as error:
+        # An error with another file's name is of reading, and says so.
+        if error.filename is not None and f".{dst.name}." not in str(error.filename):
+            raise
+        stands = "What was there is unchanged" if dst.exists() else "Nothing was left there"
+        raise OSError(
+            f"could not write {dst}: {error.strerror}. {stands}. Make room or choose another "
+            "folder, and prepare again."
+        ) from error
 
 
 def _survey(read: ReadDocuments) -> tuple[list[str], int]:

@@ -7,7 +7,7 @@ text are in `text.py`; chat templates are not known here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MIN_BPE_VOCAB = 257
 """256 bytes and the end-of-text token: the smallest vocabulary that can spell any text."""
+PIECE_CHARS = 2048
+"""Longest word that BPE training sees: its cost grows with the square of a word's length."""
 
 
 class Tokenizer:
@@ -66,14 +68,17 @@ class Tokenizer:
         config_path = directory / TOKENIZER_CONFIG_FILE
         if not config_path.is_file():
             return cls.from_file(directory / TOKENIZER_FILE)
-        try:
-            config = json.loads(config_path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{config_path} is not valid JSON: {error}") from None
+        config = _read_config(config_path)
         eos_token = config.get("eos_token")
         if isinstance(eos_token, dict):
-            eos_token = eos_token["content"]
-        tokenizer = cls(_read_backend(directory / TOKENIZER_FILE), eos_token=eos_token)
+            eos_token = eos_token.get("content")
+        if not isinstance(eos_token, str | None):
+            raise ValueError(f"{config_path}: eos_token is {eos_token!r}; expected a token's text.")
+        backend = _read_backend(directory / TOKENIZER_FILE)
+        try:
+            tokenizer = cls(backend, eos_token=eos_token)
+        except ValueError as error:
+            raise ValueError(f"{config_path}, eos_token: {error}") from None
         tokenizer._config = config
         return tokenizer
 
@@ -138,7 +143,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, allow_fewer: bool = Fals
     """Train byte-level BPE; equal texts give an equal tokenizer.
 
     Args:
-        texts: training text, read once.
+        texts: training text, read once. Runs of over PIECE_CHARS characters without a space or
+            line break are learned from in parts.
         vocab_size: number of tokens with the 256 bytes and `<|endoftext|>` (id 0); >= 257.
         allow_fewer: accept a smaller vocabulary when the text has too few pairs to merge.
 
@@ -159,7 +165,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, allow_fewer: bool = Fals
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator((part for text in texts for part in _in_pieces(text)), trainer)
     tokenizer = Tokenizer(backend)
     if tokenizer.vocab_size < vocab_size and not allow_fewer:
         raise ValueError(
@@ -173,8 +179,44 @@ def _read_backend(path: Path) -> Backend:
     """The `tokenizers` object in a tokenizer.json."""
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}; expected a {TOKENIZER_FILE}")
-    text = path.read_text(encoding="utf-8")
+    text = _read_utf8(path)
     try:
         return Backend.from_str(text)
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The keys of a tokenizer_config.json."""
+    try:
+        config = json.loads(_read_utf8(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def _read_utf8(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is damaged: no UTF-8 text (byte {error.object[error.start]:#x} at "
+            f"{error.start}). Copy it again."
+        ) from None
+
+
+def _in_pieces(text: str) -> Iterator[str]:
+    """The text in pieces that end before a space or line break, so that no word is cut.
+
+    Only a run without any over PIECE_CHARS long is cut anywhere.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        end = start + PIECE_CHARS
+        places = (text.rfind(mark, start + 1, end) for mark in (" ", "\n"))
+        end = next((place for place in places if place > 0), end)
+        yield text[start:end]
+        start = end
+    yield text[start:]

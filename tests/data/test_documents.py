@@ -143,3 +143,21 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         (tmp_path / folder / "a.txt").write_text(folder)
     with pytest.raises(ValueError, match="both named 'a.txt'"):
         find_files([tmp_path / "x" / "a.txt", tmp_path / "y" / "a.txt"])
+
+
+def test_a_file_given_twice_counts_once(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.pdf"):
+        (folder / name).write_text("x")
+    twice = [folder, folder / "a.txt", folder / ".." / "books" / "b.txt", folder]
+    files = find_files(twice)
+    assert [name for name, _ in files.supported] == ["books/a.txt", "books/b.txt"]
+    assert files.unsupported == ["books/c.pdf"]
+
+
+def test_a_link_with_its_own_name_is_its_own_file(tmp_path):
+    """Download caches hold files of equal content as links to one place."""
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    assert len(find_files([tmp_path]).supported) == 2

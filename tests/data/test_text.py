@@ -167,6 +167,28 @@ def test_b23_only_empty_documents_is_a_clear_error(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"), [(0, "the files hold no document"), (1, "the only document is empty")]
+)
+def test_no_text_in_few_documents_is_said_in_plain_words(tmp_path, rows, words):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * rows)
+    with pytest.raises(ValueError, match=f"nothing to prepare: {words}"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+
+
+def test_an_input_file_that_cannot_be_read_again_is_not_called_unwritable(
+    books, tmp_path, monkeypatch
+):
+    """Documents are read several times; the error of a later pass names the file it is of."""
+
+    def vanished(*args):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "books/0.txt")
+
+    monkeypatch.setattr("depthdial.data.text._write_splits", vanished)
+    with pytest.raises(FileNotFoundError, match="No such file or directory: 'books/0.txt'"):
+        prepare([books], tmp_path / "out", vocab_size=270)
+
+
 def test_unsupported_files_are_reported(books, tmp_path):
     (books / "cover.png").write_bytes(b"x")
     report = prepare([books], tmp_path / "out")
@@ -208,7 +230,8 @@ def test_full_disk_loses_nothing_and_leaves_no_half_folder(books, tmp_path, monk
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(SplitWriter, "add", add_then_fail)
-    with pytest.raises(OSError, match="No space left"):
+    stands = "What was there is unchanged" if overwrite else "Nothing was left there"
+    with pytest.raises(OSError, match=f"could not write .*out: No space left.*{stands}.*Make room"):
         prepare([books], tmp_path / "out", vocab_size=280, overwrite=overwrite)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == (["books", "out"] if overwrite else ["books"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthdial.data.tokenizer import END_OF_TEXT, Tokenizer, train_bpe
+from depthdial.data.tokenizer import END_OF_TEXT, Tokenizer, _in_pieces, train_bpe
 
 TEXTS = ["the cat sat on the mat", "the dog and the cat", "naïve café, 東京 \U0001f600"] * 3
 
@@ -132,3 +133,50 @@ def test_damaged_file_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3')
     with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
         Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_is_not_utf8_is_named_with_the_place(tokenizer, tmp_path, name):
+    tokenizer.save(tmp_path)
+    (tmp_path / name).write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=rf"{name} is damaged: no UTF-8 text \(byte 0xff at 7\)"):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "tokenizer_config.json must hold a JSON object, got list"),
+        ('{"eos_token": ', "tokenizer_config.json is not valid JSON"),
+        ('{"eos_token": 3}', "tokenizer_config.json: eos_token is 3"),
+        ('{"eos_token": "<stop>"}', "tokenizer_config.json, eos_token: token '<stop>'"),
+    ],
+)
+def test_a_damaged_tokenizer_config_is_named(tokenizer, tmp_path, content, message):
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_training_in_pieces_equals_training_on_whole_texts(monkeypatch):
+    """Pieces end between words, whatever white space is there."""
+    texts = [" \n a  b\n\n c \n  the ship\nthe   ship \t of\n \nbirds" * 4, "the ship", ""]
+    whole = train_bpe(texts, 275).to_json()
+    monkeypatch.setattr("depthdial.data.tokenizer.PIECE_CHARS", 12)
+    assert train_bpe(texts, 275).to_json() == whole
+
+
+def test_pieces_of_a_run_without_space_are_short_and_lose_nothing(monkeypatch):
+    monkeypatch.setattr("depthdial.data.tokenizer.PIECE_CHARS", 10)
+    text = "short words " + "x" * 35 + "\nand" + "y" * 11
+    pieces = list(_in_pieces(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) == 10
+
+
+def test_training_time_of_a_run_without_space_grows_no_faster_than_its_length():
+    """One word of 300,000 letters took most of a minute."""
+    started = time.process_time()
+    train_bpe(["ab" * 150_000], 400, allow_fewer=True)
+    assert time.process_time() - started < 5
