@@ -389,7 +389,7 @@ class TestPrepare:
     def test_only_empty_documents_are_refused(self, cli: Command, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("  \n", encoding="utf-8")
         code, _, err = cli("prepare", tmp_path / "a.txt", "--out", tmp_path / "d")
-        assert (code, err) == (1, "error: nothing to prepare: all 1 documents are empty.\n")
+        assert (code, err) == (1, "error: nothing to prepare: the only document is empty.\n")
 
 
 class TestReportAndList:

@@ -208,15 +208,20 @@ def _read_utf8(path: Path) -> str:
 
 
 def _in_pieces(text: str) -> Iterator[str]:
-    """The text in pieces that end before a space or line break, so that no word is cut.
+    """The text in pieces of at most PIECE_CHARS, each but the first opened by a word and the space
+    or line break before it: the words are those of the whole text.
 
-    Only a run without any over PIECE_CHARS long is cut anywhere.
+    Where so many characters hold no such place, they are cut anywhere.
     """
     start = 0
     while len(text) - start > PIECE_CHARS:
         end = start + PIECE_CHARS
-        places = (text.rfind(mark, start + 1, end) for mark in (" ", "\n"))
-        end = next((place for place in places if place > 0), end)
+        places = (
+            place
+            for place in range(end - 1, start, -1)
+            if text[place] in " \n" and not text[place + 1].isspace()
+        )
+        end = next(places, end)
         yield text[start:end]
         start = end
     yield text[start:]
