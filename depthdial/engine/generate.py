@@ -6,7 +6,7 @@ Letters: B rows, T tokens of one call, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
@@ -25,7 +25,8 @@ from depthdial.model.schedule import NumLoops, allowed_num_loops, check_num_loop
 class Generation:
     """One row's result.
 
-    token_ids: the new tokens, without the stop token. finish_reason: `stop` or `length`.
+    token_ids: the new tokens, without the stop token. finish_reason: `stop` (a stop token, or
+    `is_complete`) or `length`.
     """
 
     token_ids: list[int]
@@ -43,6 +44,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling | None = None,
     stop_ids: Sequence[int] = (),
+    is_complete: Callable[[Sequence[int]], bool] | None = None,
     cache_policy: CachePolicy | None = None,
     prefill_chunk: int | None = None,
 ) -> list[Generation]:
@@ -53,14 +55,19 @@ def generate(
         num_loops: for all rows, or one per row.
         sampling: None is greedy.
         stop_ids: tokens that end a row.
+        is_complete: is asked after every token of a row with all its new ones; True ends the row.
         cache_policy: None for the model's own.
         prefill_chunk: tokens per prompt call; None for the whole prompt at once.
 
     Returns: one `Generation` per prompt, in order.
-    Raises: ValueError for an empty prompt, an unknown id, a loop count the model refuses, or a
-        prompt and limit beyond `max_context`.
+    Raises: ValueError for an empty prompt, an unknown id, a loop count the model refuses, a
+        prompt and limit beyond `max_context`, or logits that are no finite numbers.
     """
-    _check_request(model, prompts, max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk)
+    _check_whole("max_new_tokens", max_new_tokens)
+    if prefill_chunk is not None:
+        _check_whole("prefill_chunk", prefill_chunk)
+    _check_ids(stop_ids, "stop_ids", vocab_size=model.config.vocab_size)
+    _check_prompts(model, prompts, max_new_tokens=max_new_tokens)
     sampling = Sampling() if sampling is None else sampling
     batch_size = len(prompts)
     loops = allowed_num_loops(model.config, _per_row(num_loops), batch_size=batch_size)
@@ -83,6 +90,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_ids=stop_ids,
+            is_complete=is_complete,
         )
     loops_of_rows = torch.as_tensor(loops).expand(batch_size).tolist()
     return [
@@ -102,20 +110,24 @@ def _decode(
     max_new_tokens: int,
     sampling: Sampling,
     stop_ids: Sequence[int],
+    is_complete: Callable[[Sequence[int]], bool] | None,
 ) -> tuple[list[list[int]], Tensor]:
-    """One token per call; returns the new ids of each row, and which rows met no stop token [B]."""
+    """One token per call; returns the new ids of each row, and which rows met no stop [B]."""
     device = logits_BV.device
     generators = sampling.generators(len(logits_BV))
     new_ids: list[list[int]] = [[] for _ in logits_BV]
     is_open_B = torch.ones(len(logits_BV), dtype=torch.bool)
     for new_tokens in range(1, max_new_tokens + 1):
+        _check_finite(logits_BV[is_open_B.to(device)])
         next_B = sample(logits_BV, sampling, generators).cpu()
         for row in is_open_B.nonzero()[:, 0].tolist():
             token = int(next_B[row])
             if token in stop_ids:
                 is_open_B[row] = False
-            else:
-                new_ids[row].append(token)
+                continue
+            new_ids[row].append(token)
+            if is_complete is not None and is_complete(new_ids[row]):
+                is_open_B[row] = False
         if new_tokens == max_new_tokens or not bool(is_open_B.any()):
             break
         # A finished row brings padding from here on: nothing of it is stored or attended.
@@ -169,33 +181,40 @@ def _prefill(
     return model.head(last_BD)
 
 
-def _check_request(
-    model: LoopedLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    prefill_chunk: int | None,
+def _check_finite(logits_BV: Tensor) -> None:
+    """Refuse to draw from what is no distribution: argmax would take NaN for the largest."""
+    if not bool(logits_BV.isfinite().all()):
+        raise ValueError(
+            "the model gives next-token scores that are no finite numbers: its weights are "
+            "damaged, its training diverged, or the loop count is too far beyond training. Use an "
+            "earlier checkpoint, copy the weights again, or ask for fewer loops."
+        )
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}; give a whole number of at least 1.")
+
+
+def _check_ids(ids: Sequence[int], what: str, *, vocab_size: int) -> None:
+    for token in ids:
+        if not isinstance(token, Integral) or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"{what} has token id {token!r}; the model knows 0..{vocab_size - 1}. Was it made "
+                "with another tokenizer?"
+            )
+
+
+def _check_prompts(
+    model: LoopedLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> None:
     config = model.config
     if not prompts:
         raise ValueError("no prompts were given; give at least one.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}; give at least 1.")
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk={prefill_chunk}; give at least 1, or None.")
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {row} is empty; give at least one token.")
-        wrong = [
-            token
-            for token in prompt
-            if not isinstance(token, Integral) or not 0 <= token < config.vocab_size
-        ]
-        if wrong:
-            raise ValueError(
-                f"prompt {row} has token id {wrong[0]!r}; the model knows "
-                f"0..{config.vocab_size - 1}. Was it made with another tokenizer?"
-            )
+        _check_ids(prompt, f"prompt {row}", vocab_size=config.vocab_size)
         if len(prompt) + max_new_tokens > config.max_context:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens and asks for {max_new_tokens} more; the "

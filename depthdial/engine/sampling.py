@@ -6,10 +6,15 @@ Letters: B rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
+
+MIN_TEMPERATURE = 1e-6
+"""Smallest temperature above 0: at less, logits divided by it leave the range of fp32."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +22,15 @@ class Sampling:
     """How tokens are drawn.
 
     Fields:
-        temperature: 0 is greedy; larger is flatter.
+        temperature: 0 is greedy, and then nothing below but the seed may be set; else at least
+            MIN_TEMPERATURE, larger is flatter.
         top_k: keep this many most likely tokens; 0 keeps all.
         top_p: of what top_k keeps, renormalised, keep the most likely tokens until their
             probability reaches this, in (0, 1].
         min_p: drop tokens below this fraction of the most likely one's probability, in [0, 1].
-        seed: row r of a batch draws from (seed, r), so a row's tokens do not depend on its
-            neighbours.
+        seed: row i of a batch draws from a stream of its own, that of (seed, i): its tokens do
+            not depend on its neighbours, and equal prompts in one batch differ. No effect at
+            temperature 0.
     """
 
     temperature: float = 0.0
@@ -34,15 +41,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules = {
-            "temperature >= 0": self.temperature >= 0,
-            "top_k >= 0": self.top_k >= 0,
+            f"temperature 0 or {MIN_TEMPERATURE:g} <= temperature < inf": self.temperature == 0
+            or MIN_TEMPERATURE <= self.temperature < math.inf,
+            "a whole top_k >= 0": _is_whole(self.top_k) and self.top_k >= 0,
             "0 < top_p <= 1": 0 < self.top_p <= 1,
             "0 <= min_p <= 1": 0 <= self.min_p <= 1,
-            "0 <= seed < 2^63": 0 <= self.seed < 2**63,
+            "a whole seed, 0 <= seed < 2^63": _is_whole(self.seed) and 0 <= self.seed < 2**63,
         }
         broken = [rule for rule, holds in rules.items() if not holds]
         if broken:
             raise ValueError(f"{self}: needs {', '.join(broken)}.")
+        filters = {"top_k": self.top_k != 0, "top_p": self.top_p != 1, "min_p": self.min_p != 0}
+        idle = [name for name, is_set in filters.items() if is_set]
+        if self.temperature == 0 and idle:
+            raise ValueError(
+                f"{', '.join(idle)}: no effect at temperature=0, which always takes the most "
+                "likely token. Leave it out, or set a temperature above 0."
+            )
 
     def generators(self, num_rows: int) -> list[torch.Generator]:
         """One random stream per row."""
@@ -80,6 +95,10 @@ def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generat
         for probs_V, generator in zip(probs_BV, generators, strict=True)
     ]
     return torch.cat(drawn).to(logits_BV.device)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _renormalised(probs_BV: Tensor, keep_BV: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Generation: batches equal solo rows, stops, depths, refusals."""
 
+import copy
+
 import pytest
 import torch
 
@@ -234,6 +236,20 @@ def test_a_stop_at_the_last_allowed_token_counts_as_a_stop(model):
     assert (len(result.token_ids), result.finish_reason) == (place, "length")
 
 
+def test_a_complete_row_ends_with_its_last_token_and_the_others_go_on(model):
+    free = generate(model, PROMPTS[:2], num_loops=4, max_new_tokens=8, sampling=SAMPLED)
+    wanted = free[0].token_ids[:3]
+    result = generate(
+        model,
+        PROMPTS[:2],
+        num_loops=4,
+        max_new_tokens=8,
+        sampling=SAMPLED,
+        is_complete=lambda new_ids: list(new_ids) == wanted,
+    )
+    assert result == [Generation(wanted, 4, 6, "stop"), free[1]]
+
+
 def test_no_forward_is_spent_after_the_last_row_stopped(model):
     first = by_full_forwards(model, PROMPTS[0], num_loops=2, count=1)
     calls = []
@@ -315,9 +331,44 @@ def test_an_unknown_cache_policy_is_refused_with_the_nearest(model):
     )
 
 
+@pytest.mark.parametrize("bad", [0, 2.0, True, "3"])
 @pytest.mark.parametrize("name", ["max_new_tokens", "prefill_chunk"])
-def test_less_than_one_is_refused(model, name):
-    refused(model, PROMPTS, message=f"{name}=0; give at least 1", **{name: 0})
+def test_counts_are_whole_numbers_of_at_least_one(model, name, bad):
+    message = f"{name}={bad!r}; give a whole number of at least 1"
+    refused(model, PROMPTS, message=message, **{name: bad})
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB, "2", 1.5])
+def test_a_stop_token_that_cannot_occur_is_refused(model, bad):
+    message = rf"stop_ids has token id {bad!r}; the model knows 0\.\.28"
+    refused(model, PROMPTS, message=message, stop_ids=[1, bad])
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED])
+def test_weights_that_are_no_numbers_are_refused_and_not_sampled(model, sampling):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.embedding.weight[3, 0] = float("nan")
+    message = "next-token scores that are no finite numbers: its weights are damaged"
+    refused(broken, PROMPTS, message=message, sampling=sampling)
+
+
+def test_scores_of_a_row_that_has_ended_are_not_judged(model, monkeypatch):
+    """A finished row computes padding, of which nothing is used."""
+    first, second = (by_full_forwards(model, p, num_loops=2, count=3) for p in PROMPTS[:2])
+    assert first[0] not in second
+    forward, calls = model.forward, []
+
+    def broken_row(*args, **options):
+        calls.append(1)
+        logits_BTV = forward(*args, **options)
+        logits_BTV[0] = float("nan")
+        return logits_BTV
+
+    monkeypatch.setattr(model, "forward", broken_row)
+    settings = {"num_loops": 2, "max_new_tokens": 3, "stop_ids": [first[0]]}
+    result = generate(model, PROMPTS[:2], **settings)
+    assert (ids(result), len(calls)) == ([[], second], 2)
 
 
 def test_generation_leaves_no_gradient_and_no_table(model):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from depthdial.engine.sampling import Sampling, probabilities, sample
+from depthdial.engine.sampling import MIN_TEMPERATURE, Sampling, probabilities, sample
 
 FOUR = (0.5, 0.3, 0.15, 0.05)
 
@@ -163,9 +163,13 @@ def test_a_row_draws_the_same_whatever_the_batch():
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"temperature": -0.1}, "temperature >= 0"),
-        ({"temperature": float("nan")}, "temperature >= 0"),
-        ({"top_k": -1}, "top_k >= 0"),
+        ({"temperature": -0.1}, "temperature 0 or 1e-06 <= temperature < inf"),
+        ({"temperature": float("nan")}, "temperature 0 or 1e-06 <= temperature < inf"),
+        ({"temperature": float("inf")}, "temperature 0 or 1e-06 <= temperature < inf"),
+        ({"temperature": 1e-40}, "temperature 0 or 1e-06 <= temperature < inf"),
+        ({"top_k": -1}, "a whole top_k >= 0"),
+        ({"top_k": 2.0}, "a whole top_k >= 0"),
+        ({"seed": 1.5}, "a whole seed"),
         ({"top_p": 0.0}, "0 < top_p <= 1"),
         ({"top_p": 1.1}, "0 < top_p <= 1"),
         ({"min_p": -0.1}, "0 <= min_p <= 1"),
@@ -183,5 +187,18 @@ def test_settings_out_of_range_are_refused_with_value_and_rule(settings, rule):
 
 
 def test_every_broken_rule_is_named():
-    with pytest.raises(ValueError, match="temperature >= 0, top_k >= 0"):
+    with pytest.raises(ValueError, match="temperature < inf, a whole top_k >= 0"):
         Sampling(temperature=-1.0, top_k=-1)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_filter_without_effect_at_temperature_zero_is_refused(settings):
+    [name] = settings
+    with pytest.raises(ValueError, match=f"{name}: no effect at temperature=0"):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_the_smallest_temperature_takes_the_best(scale):
+    [best] = probabilities(scale * logits(*FOUR), Sampling(temperature=MIN_TEMPERATURE))
+    assert_distribution(best, 1.0, 0.0, 0.0, 0.0)
