@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Targets with this value carry no loss (padding, prompts, document starts).
-IGNORE = -100
+from depthdial.data.packing import IGNORE
 
 
 def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -44,11 +43,6 @@ def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 def count_targets(targets_BT: Tensor) -> int:
     """Targets that carry loss."""
     return int((targets_BT != IGNORE).sum())
-
-
-def sum_and_count(nll_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the token losses (float32 scalar, differentiable) and number of targets (int64)."""
-    return nll_BT.sum(), (targets_BT != IGNORE).sum()
 
 
 def step_loss_share(nll_BT: Tensor, *, step_targets: int) -> Tensor:
