@@ -1,20 +1,19 @@
 """The Python front door: open a model, generate text, train a recipe, measure the depth curve.
 
-Here text meets token ids: everything below speaks ids only. What a command prints is in
-`cli.py`. Torch is imported by the functions that need it, so that a recipe can be read, checked
-and refused at once.
+Here text meets token ids: everything below speaks ids only. What paths stand for is in
+`api_paths.py`, what a command prints in `cli.py`. Torch is imported by the functions that need it,
+so that a recipe can be read, checked and refused at once.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from depthdial.api_data import token_documents
+from depthdial.api_paths import check_is_run, loops_in_training, model_folder
 from depthdial.config import CachePolicy, ModelConfig, Recipe
 from depthdial.recipes import recipe_file
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from depthdial.train.pretrain import TrainResult
     from depthdial.train.progress import TrainObserver
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 DATA_SOURCES = ("data.path", "data.corpus", "data.task")
 DEFAULT_NEW_TOKENS = 64
 
@@ -42,7 +39,7 @@ class Completion:
         num_loops: passes of the core for every token.
         finish_reason: `stop` (end-of-text token or stop text) or `length`.
         prompt_tokens: tokens read, the end-of-text token that opens the prompt among them.
-        completion_tokens: tokens generated.
+        completion_tokens: tokens generated, those of the stop text among them.
     """
 
     text: str
@@ -89,17 +86,20 @@ class Model:
             num_loops: for all prompts, or one per prompt, each >= 1; None for the config's.
             max_new_tokens: most tokens per prompt, >= 1; None for 64, or for what is left of the
                 context after the longest prompt if that is less.
-            temperature: 0 is greedy; larger is flatter.
+            temperature: 0 is greedy, and then goes without the next three; else at least 1e-6,
+                larger is flatter.
             top_k: keep this many most likely tokens; 0 keeps all.
             top_p: keep the most likely tokens up to this probability, in (0, 1].
             min_p: drop tokens below this fraction of the most likely one, in [0, 1].
-            seed: equal seeds give equal text; no effect at temperature 0.
-            stop: texts that end a continuation; they are cut off.
+            seed: equal seeds give equal text; prompt i draws from (seed, i), so equal prompts of
+                one call differ. No effect at temperature 0.
+            stop: texts that end a continuation as soon as one stands in it; they are cut off.
             cache_policy: None for the config's.
 
         Returns: one `Completion` per prompt, in order; a list also for a single prompt.
         Raises: ValueError for an empty prompt, a loop count the model refuses, a number out of
-            range, or more tokens than the model's context.
+            range or without effect, more tokens than the model's context, or weights that give
+            no numbers.
         """
         from depthdial.engine.generate import generate
         from depthdial.engine.sampling import Sampling
@@ -112,6 +112,11 @@ class Model:
         if max_new_tokens is None:
             room = self.config.max_context - max(map(len, prompt_ids), default=0)
             max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
+
+        def has_stop_text(new_ids: Sequence[int]) -> bool:
+            text = self.tokenizer.decode(new_ids)
+            return any(stop_text in text for stop_text in stop_texts)
+
         results = generate(
             self.looped_lm,
             prompt_ids,
@@ -121,6 +126,7 @@ class Model:
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
             ),
             stop_ids=() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,),
+            is_complete=has_stop_text if stop_texts else None,
             cache_policy=cache_policy,
         )
         return [_completion(self.tokenizer, result, stop_texts) for result in results]
@@ -143,11 +149,14 @@ def load(path_or_id: str | Path, *, device: str = "cpu") -> Model:
             intact checkpoint; or, if there is nothing at that path, a hub id `org/name`.
         device: torch device name.
 
-    Raises: FileNotFoundError or ValueError saying what is missing or damaged.
+    Raises: FileNotFoundError or ValueError saying what is missing or damaged; ValueError for a
+        device that this machine does not have.
     """
     from depthdial.data.tokenizer import Tokenizer
     from depthdial.model.checkpoint import load_model
+    from depthdial.model.device import check_device
 
+    check_device(device)
     folder = model_folder(path_or_id)
     return Model(load_model(folder, device=device), Tokenizer.from_dir(folder))
 
@@ -199,6 +208,7 @@ def resume(
     """
     from depthdial.train import pretrain
 
+    check_is_run(run)
     return pretrain.resume(run, overrides=_dotted(overrides), observer=observer)
 
 
@@ -220,7 +230,8 @@ def sweep(
         data: a prepared folder (its validation split); a text file or a folder of them; a list of
             such paths as `Path`; a list of texts; or pointer programs, for a model of them.
         loops: loop counts; None for 1 .. max_loops + 2. Those that training never ran are marked.
-        context: tokens that predict one another; None for the model's max_context. Text only.
+        context: tokens that predict one another, up to the model's max_context; None for that.
+            Text only.
         stride: new tokens per window after a document's first; None for no overlap. Text only.
         rows_per_forward: rows computed at once; changes memory, not results.
         precision: of the matrix products.
@@ -262,11 +273,18 @@ def sweep(
             "this model's tokenizer has no end-of-text token, so it is not a model of documents. "
             "Text can be swept with a model that was trained on text."
         )
+    limit = model.config.max_context
+    context = limit if context is None else context
+    if not 1 <= context <= limit:
+        raise ValueError(
+            f"context={context} is no length of row for this model; give 1 to {limit}, its "
+            "max_context."
+        )
     return sweep_documents(
         model.looped_lm,
         token_documents(data, model.tokenizer),
         loops=loops,
-        context=model.config.max_context if context is None else context,
+        context=context,
         stride=stride,
         rows_per_forward=rows_per_forward,
         precision=precision,
@@ -297,48 +315,6 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
     if not isinstance(recipe, Recipe):
         recipe = _read_recipe(recipe)
     return recipe.replace(**changes) if changes else recipe
-
-
-def run_recipe(path: str | Path) -> Recipe | None:
-    """The recipe of the run that a path is, or is a checkpoint of; None outside a run."""
-    path = Path(path)
-    for folder in (path, path.parent.parent):
-        if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-            return Recipe.from_file(folder / "config.json")
-    return None
-
-
-def loops_in_training(checkpoint: str | Path) -> tuple[int, ...] | None:
-    """Loop counts that a run's training had run at a checkpoint of it; None outside a run."""
-    from depthdial.studies.finished_run import trained_loops
-    from depthdial.train.run_dir import CHECKPOINT_NAME
-
-    recipe, match = run_recipe(checkpoint), CHECKPOINT_NAME.fullmatch(Path(checkpoint).name)
-    if recipe is None or match is None:
-        return None
-    return trained_loops(recipe, finished_steps=int(match[1]))
-
-
-def model_folder(path_or_id: str | Path) -> Path:
-    """The model directory that a path or hub id stands for; see `load`."""
-    from depthdial.train.run_dir import CHECKPOINT_NAME, RunDir
-    from depthdial.train.sealed_folder import problem_of
-
-    path = Path(path_or_id)
-    if not path.exists():
-        return _from_hub(str(path_or_id))
-    run = RunDir(path)
-    if run.checkpoints_path.is_dir():
-        return run.latest_checkpoint().path
-    match = CHECKPOINT_NAME.fullmatch(path.name)
-    if match and path.parent.name == "checkpoints":
-        problem = problem_of(path, step=int(match[1]))
-        if problem is not None:
-            raise ValueError(
-                f"checkpoint {path} cannot be used: {problem}. Give the run folder "
-                f"{path.parent.parent} to use its newest intact checkpoint."
-            )
-    return path
 
 
 def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[str]) -> Completion:
@@ -378,30 +354,3 @@ def _read_recipe(recipe: str | Path) -> Recipe:
     if isinstance(recipe, Path) or path.suffix in (".yaml", ".yml", ".json"):
         raise FileNotFoundError(f"no recipe file at {path}")
     return Recipe.from_file(recipe_file(recipe))
-
-
-def _from_hub(name: str) -> Path:
-    """Download a model directory, or say why there is none.
-
-    Raises: FileNotFoundError.
-    """
-    parent = Path(name).parent
-    if not HUB_ID.fullmatch(name) or parent.is_dir():
-        siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-        close = difflib.get_close_matches(Path(name).name, siblings, n=1)
-        raise FileNotFoundError(
-            f"no model at {name}."
-            + (f" Did you mean '{parent / close[0]}'?" if close else "")
-            + " Give a run folder, a checkpoint, a model directory, or a hub id org/name."
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (OSError, HFValidationError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise FileNotFoundError(
-            f"no folder at {name}, and as a hub id it cannot be fetched ({reason}). Check the name "
-            "and the connection, or give the path of a model directory."
-        ) from error

@@ -6,7 +6,7 @@ Flags and values are in `cli_options.py`, layout in `cli_tables.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -56,7 +56,13 @@ def generate_parser() -> jsonargparse.ArgumentParser:
             None,
             "most tokens to generate, at least 1 (64, or fewer where the context ends)",
         ),
-        ("--temperature", "X", "0", "0 takes the most likely token, larger is flatter (0)"),
+        (
+            "--temperature",
+            "X",
+            "0",
+            "0 takes the most likely token; else at least 1e-6, larger is flatter (0). The next "
+            "three go with a temperature above 0",
+        ),
         ("--top-k", "N", "0", "keep the N most likely tokens; 0 keeps all (0)"),
         ("--top-p", "X", "1", "keep the most likely tokens up to this probability, in (0, 1] (1)"),
         ("--min-p", "X", "0", "drop tokens below this fraction of the likeliest, in [0, 1] (0)"),
@@ -65,7 +71,11 @@ def generate_parser() -> jsonargparse.ArgumentParser:
     for flag, metavar, default, text in options:
         parser.add_argument(flag, metavar=metavar, default=default, help=text)
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end there; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop before it; may be repeated",
     )
     parser.add_argument(
         "--cache-policy", choices=get_args(CachePolicy), help="cached keys and values (the model's)"
@@ -90,6 +100,7 @@ def run_generate(options: Options) -> int:
     from depthdial.api import load
 
     model = load(options.model, device=options.device)
+    _check_trained(model.config, asked or [])
     default = range(1, model.config.max_loops + 1) if options.compare else [model.config.num_loops]
     results = []
     for num_loops in default if asked is None else asked:
@@ -109,6 +120,16 @@ def run_generate(options: Options) -> int:
         print(completion.text)
         remark(f"k = {completion.num_loops}: {_spent(completion, seconds)}")
     return 0
+
+
+def _check_trained(config: ModelConfig, loops: Sequence[int]) -> None:
+    """Refuse loop counts that the model does not generate at. Raises: ValueError."""
+    beyond = [k for k in loops if k > config.max_loops]
+    if beyond and config.loop.beyond_max_loops == "refuse":
+        raise ValueError(
+            f"--num-loops {beyond[0]}: this model was made for 1 to {config.max_loops} loops and "
+            "refuses to generate beyond. `depthdial sweep` measures what more loops do."
+        )
 
 
 def plan_parser() -> jsonargparse.ArgumentParser:

@@ -10,6 +10,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +117,17 @@ def recipe_keys() -> list[RecipeKey]:
     return list(_keys(schema, schema["$defs"], prefix=""))
 
 
-def loop_counts(texts: str | Sequence[str]) -> list[Any]:
-    """Loop counts from `1,2,4` or `1 2 4`.
-
-    What is no integer stays as it is: the model's own check then says what is allowed.
-    """
+def loop_counts(texts: str | Sequence[str]) -> list[int]:
+    """Loop counts from `1,2,4` or `1 2 4`. Raises: UsageError; ValueError for one below 1."""
     joined = texts if isinstance(texts, str) else ",".join(texts)
-    return [_number_or_text(part.strip()) for part in joined.split(",")]
+    parts = [part.strip() for part in joined.split(",")]
+    for part in parts:
+        if not re.fullmatch(r"[-+]?\d+", part):
+            raise UsageError(f"--num-loops needs whole numbers of at least 1, got '{part}'.")
+    lowest = min(map(int, parts))
+    if lowest < 1:
+        raise ValueError(f"--num-loops {lowest}: give whole numbers of at least 1.")
+    return [int(part) for part in parts]
 
 
 def number(text: str | None, flag: str, *, whole: bool) -> Any:
@@ -136,18 +141,26 @@ def number(text: str | None, flag: str, *, whole: bool) -> Any:
         raise UsageError(f"{flag} needs {kind}, got '{text}'.") from None
 
 
+@contextmanager
+def naming_flags(*names: str) -> Iterator[None]:
+    """Errors of the block speak of flags: `valid_frac=2` becomes `--valid-frac 2`."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for name in names:
+            flag = f"--{name.replace('_', '-')}"
+            text = re.sub(rf"\b{name}=True\b", flag, text)
+            text = re.sub(rf"\b{name}=", f"{flag} ", text).replace(f"`{name}`", flag)
+        raise ValueError(text) from error
+
+
 def _flat(key: RecipeKey) -> str:
     """Name of a key's value among the options.
 
     Without dots: these would nest, and a group given as a whole would be lost beside its own keys.
     """
     return key.name.replace(".", "__")
-
-
-def _number_or_text(text: str) -> int | float | str:
-    if re.fullmatch(r"[-+]?\d+", text):
-        return int(text)
-    return float(text) if re.fullmatch(r"[-+]?\d*\.\d+", text) else text
 
 
 def _unknown_flag(name: str, known: list[str]) -> str:
@@ -174,7 +187,7 @@ def _keys(schema: dict[str, Any], defs: dict[str, Any], *, prefix: str) -> Itera
         dotted = f"{prefix}{name}"
         options = field.get("anyOf", [field])
         nested = [defs[o["$ref"].rpartition("/")[2]] for o in options if "$ref" in o]
-        if len(options) > 1 or not nested:
+        if len(options) > 1 or not nested or prefix:
             if not _is_constant(field):
                 shown = "no default" if name in required else f"default {_shown(field['default'])}"
                 yield _leaf(dotted, field, options, default=shown)
@@ -236,6 +249,8 @@ def _shown(value: Any) -> str:
     """A default as one would type it."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, dict):
+        return "that of each key"
     if isinstance(value, list):
         return ", ".join(_shown(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -14,7 +14,9 @@ from rich.console import Console
 
 from depthdial.cli_options import (
     Options,
+    UsageError,
     add_recipe_flags,
+    naming_flags,
     new_parser,
     number,
     recipe_overrides,
@@ -83,10 +85,12 @@ def resume_parser() -> jsonargparse.ArgumentParser:
 
 def run_resume(options: Options) -> int:
     """Continue, and report as `train` does."""
+    from depthdial.api_paths import check_is_run
     from depthdial.config import Recipe
     from depthdial.train import pretrain
     from depthdial.train.run_dir import CHECKPOINT_NAME, RunDir
 
+    check_is_run(options.run)
     run = RunDir.open(options.run)
     recipe = Recipe.from_file(run.config_path)
     names = [entry.name for entry in run.checkpoints_path.glob("step_*")]
@@ -137,15 +141,18 @@ def run_prepare(options: Options) -> int:
     from depthdial.data.text import prepare
     from depthdial.data.tokenizer import Tokenizer
 
-    report = prepare(
-        options.paths,
-        options.out,
-        vocab_size=number(options.vocab_size, "--vocab-size", whole=True),
-        tokenizer=None if options.tokenizer is None else Tokenizer.from_file(options.tokenizer),
-        text_field=options.text_field,
-        valid_frac=number(options.valid_frac, "--valid-frac", whole=False),
-        overwrite=options.overwrite,
-    )
+    if options.vocab_size is not None and options.tokenizer is not None:
+        raise UsageError("give --vocab-size (to train a tokenizer) or --tokenizer, not both.")
+    with naming_flags("vocab_size", "text_field", "valid_frac", "overwrite"):
+        report = prepare(
+            options.paths,
+            options.out,
+            vocab_size=number(options.vocab_size, "--vocab-size", whole=True),
+            tokenizer=None if options.tokenizer is None else Tokenizer.from_file(options.tokenizer),
+            text_field=options.text_field,
+            valid_frac=number(options.valid_frac, "--valid-frac", whole=False),
+            overwrite=options.overwrite,
+        )
     print(report)
     remark(
         f"next: depthdial train tiny-text --data.path {options.out} "
@@ -170,8 +177,12 @@ def report_parser() -> jsonargparse.ArgumentParser:
 
 def run_report(options: Options) -> int:
     """Write the report and print where it is."""
+    from depthdial.api_paths import check_is_run
     from depthdial.studies.report_run import report_run
 
+    check_is_run(options.run)
+    if options.baseline is not None:
+        check_is_run(options.baseline)
     remark("measuring every loop count ...")
     paths = report_run(options.run, baseline=options.baseline)
     print(paths.html)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,20 +60,36 @@ def build_report(data: dict[str, Any]) -> str:
 
 
 def write_report(data: dict[str, Any], folder: str | Path) -> ReportPaths:
-    """Write `report.html` and `curve.png` (the loss curves) into `folder`, which may be new.
+    """Write `report.html`, `curve.png` (the loss curves) and `report.json` (the data).
 
-    Both are complete or absent: each is written under a temporary name first.
-    Raises: as `build_report`; nothing is written then.
+    `folder` may be new. All are written under temporary names before any takes its place.
+    Raises: as `build_report`, and OSError if the disk refuses; an older report is untouched then.
     """
     folder = Path(folder)
     page = build_report(data).encode("utf-8")
     curve = report_figures.curve_png(read_report_data(data))
     paths = ReportPaths(html=folder / "report.html", curve=folder / "curve.png")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, content in ((paths.html, page), (paths.curve, curve)):
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(content)
-        os.replace(partial, path)
+    text = json.dumps(data, indent=1) + "\n"
+    contents = {paths.html: page, paths.curve: curve, folder / "report.json": text.encode("utf-8")}
+    partial = {path: path.with_name(path.name + ".partial") for path in contents}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in contents.items():
+            partial[path].write_bytes(content)
+        for path in contents:
+            os.replace(partial[path], path)
+    except OSError as error:
+        stands = (
+            "the older report there is unchanged" if paths.html.exists() else "no report is left"
+        )
+        raise OSError(
+            f"could not write the report into {folder}: {error.strerror}; {stands}. Make room and "
+            "report again: the run itself was only read."
+        ) from error
+    finally:
+        for path in partial.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
     return paths
 
 

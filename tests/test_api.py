@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import depthdial
 from depthdial.api import Model, load_recipe, model_folder
@@ -63,6 +65,12 @@ class TestLoad:
     def test_a_hub_id_without_network_says_so_and_what_to_do(self) -> None:
         with pytest.raises(FileNotFoundError, match="(?s)as a hub id .* give the path of a model"):
             depthdial.load("nobody-depthdial/no-such-model")
+
+    def test_a_device_that_is_not_there_is_refused_with_those_that_are(
+        self, tiny_run: Path
+    ) -> None:
+        with pytest.raises(ValueError, match="device 'nowhere' cannot be used .* Available: cpu"):
+            depthdial.load(tiny_run, device="nowhere")
 
     def test_a_folder_that_is_no_model_is_refused(self, tiny_folder: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"is not a model directory"):
@@ -143,6 +151,26 @@ class TestGenerate:
         assert cut.text == whole[: whole.index(stop)]
         assert cut.finish_reason == "stop"
 
+    def test_no_token_is_generated_after_a_stop_text(self, model: Model) -> None:
+        """The count ends with the token that completes the stop text."""
+        settings = {"temperature": 1.0, "max_new_tokens": 20}
+        whole = model.generate("The ship", **settings)[0].text
+        [cut] = model.generate("The ship", stop=whole[4:7], **settings)
+        least = next(
+            count
+            for count in range(1, 21)
+            if whole[4:7]
+            in model.generate("The ship", temperature=1.0, max_new_tokens=count)[0].text
+        )
+        assert cut.completion_tokens == least < 20
+
+    def test_weights_that_are_no_numbers_are_refused(self, model: Model) -> None:
+        broken = copy.deepcopy(model)
+        with torch.no_grad():
+            broken.looped_lm.embedding.weight.fill_(float("nan"))
+        with pytest.raises(ValueError, match="scores that are no finite numbers"):
+            broken.generate("The")
+
     def test_an_empty_stop_text_is_refused(self, model: Model) -> None:
         with pytest.raises(ValueError, match="a stop text is empty"):
             model.generate("The", stop=["", "x"])
@@ -164,6 +192,15 @@ class TestGenerate:
 
 
 class TestSweep:
+    @pytest.mark.parametrize("context", [0, 49])
+    def test_a_context_outside_the_model_is_refused(self, model: Model, context: int) -> None:
+        with pytest.raises(ValueError, match=rf"context={context} .* give 1 to 48"):
+            depthdial.sweep(model, ["some text"], context=context)
+
+    def test_texts_without_text_are_told_in_plain_words(self, model: Model) -> None:
+        with pytest.raises(ValueError, match="nothing to measure: the only document is empty"):
+            depthdial.sweep(model, [" "])
+
     def test_texts_files_and_a_folder_of_files_give_the_same_losses(
         self, tiny_folder: Path, model: Model, tiny_texts: list[str]
     ) -> None:

@@ -112,9 +112,8 @@ class TestRecipeFlags:
 
         constants = {"model.model_type", "model.architectures", "model.format_version"}
         names = {key.name for key in recipe_keys()}
-        assert names == leaves(load_recipe("tiny-text").to_dict()) - constants | {
-            "model.modulation"
-        }
+        groups = {"model.loop", "model.modulation"}
+        assert names == leaves(load_recipe("tiny-text").to_dict()) - constants | groups
 
     def test_an_unknown_key_gets_the_nearest_one(self, cli: Command) -> None:
         code, out, err = cli("train", "tiny-text", "--model.loop.updat", "delta")
@@ -156,6 +155,14 @@ class TestRecipeFlags:
             ("model.max_loops", "2.5", "model.max_loops=2.5: Input should be a valid integer"),
             ("model.split", "2,4,1", "split [2, 4, 1] adds up to 7 sublayers"),
             ("model.loop.update", "dleta", "Input should be 'replace', 'residual', 'delta'"),
+            (
+                "train.steps",
+                "2020-01-01",
+                "train.steps='2020-01-01': Input should be a valid integer",
+            ),
+            ("optim.lr", "1e400", "optim.lr=inf: Input should be a finite number"),
+            ("optim.lr", ".nan", "optim.lr=nan: Input should be a finite number"),
+            ("model.loop", "5", "model.loop=5: Input should be an object"),
             ("name", "../out", "name='../out': String should match pattern"),
         ],
     )
@@ -182,6 +189,12 @@ class TestRecipeFlags:
         _, out, _ = cli("train", "tiny-text", "--print-config", *flags)
         modulation = yaml.safe_load(out)["model"]["modulation"]
         assert (modulation["d_cond"], modulation["rank"]) == (8, 4)
+
+    def test_the_loop_can_be_given_as_a_group(self, cli: Command) -> None:
+        flags = ["--model.loop", "{update: delta}", "--model.loop.delta_init", "0.1"]
+        code, out, _ = cli("train", "tiny-text", "--print-config", *flags)
+        loop = yaml.safe_load(out)["model"]["loop"]
+        assert (code, loop["update"], loop["delta_init"]) == (0, "delta", 0.1)
 
     def test_a_value_that_cannot_be_read_is_a_usage_error(self, cli: Command) -> None:
         code, _, err = cli("train", "tiny-text", "--optim.betas", "[0.9")
@@ -354,6 +367,26 @@ class TestTrainAndResume:
         assert code == 2
         assert f"`depthdial resume` cannot change the recipe key '{key}'" in err
 
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["resume", "CHECKPOINT"],
+            ["report", "CHECKPOINT"],
+            ["report", "RUN", "--baseline", "CHECKPOINT"],
+        ],
+    )
+    def test_a_checkpoint_in_place_of_a_run_is_told_its_run(
+        self, cli: Command, tiny_run: Path, argv: list[str]
+    ) -> None:
+        checkpoint = tiny_run / "checkpoints" / "step_2"
+        places = {"CHECKPOINT": checkpoint, "RUN": tiny_run}
+        code, out, err = cli(*(places.get(part, part) for part in argv))
+        assert (code, out) == (1, "")
+        assert err.endswith(
+            f"error: {checkpoint} is a checkpoint of the run {tiny_run}, not a run. "
+            f"Give {tiny_run}.\n"
+        )
+
     def test_resume_of_no_run_says_what_a_run_is(self, cli: Command) -> None:
         code, _, err = cli("resume", "nowhere")
         assert code == 1
@@ -385,6 +418,28 @@ class TestPrepare:
         )  # fmt: skip
         assert code == 1
         assert "one row of context 48 needs 49. Give more text, a context of at most" in err
+
+    @pytest.mark.parametrize(
+        ("argv", "code", "message"),
+        [
+            (["--valid-frac", "1"], 1, "--valid-frac 1.0 must be at least 0 and below 1"),
+            (["--vocab-size", "9"], 1, "--vocab-size 9 is too small"),
+            (["--text-field", "title"], 1, "it has text. Choose one with --text-field."),
+            (["--out", "OUT"], 1, "Choose another folder or pass --overwrite."),
+            (["--vocab-size", "300", "--tokenizer", "t.json"], 2, "give --vocab-size (to train"),
+        ],
+    )
+    def test_errors_name_the_flags_of_the_command(
+        self, cli: Command, tmp_path: Path, argv: list[str], code: int, message: str
+    ) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n', encoding="utf-8")
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "file").touch()
+        changed = [str(tmp_path / "full") if part == "OUT" else part for part in argv]
+        out = [] if "--out" in argv else ["--out", tmp_path / "d"]
+        outcome = cli("prepare", tmp_path / "a.jsonl", *out, *changed)
+        assert outcome.code == code
+        assert message in outcome.err
 
     def test_only_empty_documents_are_refused(self, cli: Command, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("  \n", encoding="utf-8")

@@ -42,20 +42,20 @@ class TestGenerate:
         assert first.split() == second.split() != []
 
     @pytest.mark.parametrize(
-        ("loops", "message"),
+        ("loops", "exit_code", "message"),
         [
-            ("0", "num_loops=0 is not allowed; give an int >= 1"),
-            ("-1", "num_loops=-1 is not allowed; give an int >= 1"),
-            ("two", "num_loops is 'two' (str); give an int >= 1"),
-            ("2.5", "num_loops is 2.5 (float); give an int >= 1"),
-            ("4", "num_loops=4 exceeds max_loops=3"),
+            ("0", 1, "--num-loops 0: give whole numbers of at least 1.\n"),
+            ("-1", 1, "--num-loops -1: give whole numbers of at least 1.\n"),
+            ("two", 2, "--num-loops needs whole numbers of at least 1, got 'two'.\n"),
+            ("2.5", 2, "--num-loops needs whole numbers of at least 1, got '2.5'.\n"),
+            ("4", 1, "--num-loops 4: this model was made for 1 to 3 loops and refuses"),
         ],
     )
     def test_a_wrong_loop_count_is_told_what_is_allowed(
-        self, cli: Command, tiny_run: Path, loops: str, message: str
+        self, cli: Command, tiny_run: Path, loops: str, exit_code: int, message: str
     ) -> None:
         code, out, err = cli("generate", tiny_run, "The", "--num-loops", loops)
-        assert (code, out) == (1, "")
+        assert (code, out) == (exit_code, "")
         assert err.startswith(f"error: {message}")
 
     @pytest.mark.parametrize(
@@ -63,6 +63,9 @@ class TestGenerate:
         [
             (["--temperature", "warm"], 2, "--temperature needs a number, got 'warm'"),
             (["--top-p", "0"], 1, "0 < top_p <= 1"),
+            (["--temperature", "1e-40"], 1, "temperature 0 or 1e-06 <= temperature"),
+            (["--top-k", "3"], 1, "top_k: no effect at temperature=0"),
+            (["--device", "nowhere"], 1, "device 'nowhere' cannot be used here"),
             (["--max-new-tokens", "500"], 1, "the model's context is 48"),
             (["--num-loops", "1,2"], 2, "several loop counts go with --compare"),
             (["--num-loop", "1"], 2, "Did you mean '--num-loops'?"),
@@ -157,7 +160,7 @@ class TestPlan:
         ("argv", "code", "message"),
         [
             (["gpt-0.5"], 1, "Did you mean 'gpt-0.5b'?"),
-            (["gpt-0.5b", "--num-loops", "0"], 1, "num_loops=0: give a whole number"),
+            (["gpt-0.5b", "--num-loops", "0"], 1, "--num-loops 0: give whole numbers"),
             (["gpt-0.5b", "--context", "0"], 1, "context=0"),
             (["gpt-0.5b", "--context", "long"], 2, "--context needs a whole number"),
             (["gpt-0.5b", "--switch-frac", "2"], 1, "switch_frac=2.0: Input should be less"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -89,13 +90,64 @@ class TestSweep:
         assert code == 0
         assert "no intervals: they need at least 2 documents" in out
 
-    @pytest.mark.parametrize("loops", ["0", "1,x", "1.5"])
+    @pytest.mark.parametrize(("loops", "exit_code"), [("0", 1), ("1,x", 2), ("1.5", 2)])
     def test_a_loop_count_below_one_or_not_whole_is_refused(
-        self, cli: Command, tiny_run: Path, loops: str
+        self, cli: Command, tiny_run: Path, loops: str, exit_code: int
     ) -> None:
         code, _, err = cli("sweep", tiny_run, "--num-loops", loops)
-        assert code == 1
-        assert "num_loops" in err and "give an int >= 1" in err
+        assert code == exit_code
+        assert err.startswith("error: --num-loops") and "whole numbers of at least 1" in err
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--context", "0"], "rows of 0 tokens do not fit {run}, whose context is 48. Give"),
+            (["--context", "49"], "rows of 49 tokens do not fit {run}, whose context is 48. Give"),
+            (["--baseline", "absent/runs/tinny"], "no model at absent/runs/tinny"),
+            (["--device", "nowhere"], "device 'nowhere' cannot be used here"),
+            (
+                ["--save", "absent/sweep.json"],
+                "--save absent/sweep.json: there is no folder absent",
+            ),
+            (["--save", "."], "--save . is no regular file"),
+        ],
+    )
+    def test_what_cannot_work_is_refused_before_anything_is_measured(
+        self, cli: Command, tiny_run: Path, argv: list[str], message: str
+    ) -> None:
+        code, out, err = cli("sweep", tiny_run, *argv)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"error: {message.format(run=tiny_run)}")
+
+    def test_a_baseline_with_another_tokenizer_is_refused_before_anything_is_measured(
+        self, cli: Command, tiny_run: Path, pointer_run: Path
+    ) -> None:
+        code, out, err = cli("sweep", tiny_run, "--baseline", pointer_run, "--context", "16")
+        assert (code, out) == (1, "")
+        assert "have different tokenizers" in err and "measuring" not in err
+
+    @pytest.mark.parametrize("format", [[], ["--json"]])
+    def test_a_full_disk_takes_no_result_away(
+        self,
+        cli: Command,
+        tiny_run: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        format: list[str],
+    ) -> None:
+        path = tmp_path / "sweep.json"
+        path.write_text("older")
+
+        def full(path: Path, text: str) -> None:
+            path.write_text(text[:9])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("depthdial.eval.depth_sweep.write_synced", full)
+        argv = ["sweep", tiny_run, "--num-loops", "1", "--no-timing", "--save", path, *format]
+        code, out, err = cli(*argv)
+        assert code == 1 and "loss" in out.lower()
+        assert f"could not write {path}: No space left on device; the file that was there" in err
+        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("sweep.json", "older")]
 
     def test_a_model_outside_a_run_needs_data(
         self, cli: Command, tiny_run: Path, tmp_path: Path

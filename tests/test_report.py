@@ -1,10 +1,12 @@
 """The report: words that follow from intervals, and a page that needs nothing but itself."""
 
 import copy
+import errno
 import itertools
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -603,7 +605,29 @@ def test_writing_leaves_a_page_and_a_picture_that_is_equal_for_equal_data(tmp_pa
     assert first.html.read_text(encoding="utf-8") == build_report(data)
     assert first.curve.read_bytes().startswith(b"\x89PNG")
     assert first.curve.read_bytes() == second.curve.read_bytes()
-    assert sorted(p.name for p in first.html.parent.iterdir()) == ["curve.png", "report.html"]
+    names = sorted(path.name for path in first.html.parent.iterdir())
+    assert names == ["curve.png", "report.html", "report.json"]
+    assert json.loads((tmp_path / "other" / "report.json").read_text("utf-8")) == data
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_full_disk_leaves_the_older_report_whole_and_says_so(tmp_path, monkeypatch, has_older):
+    data = make_report(make_section([2.0, 1.8]))
+    if has_older:
+        write_report(data, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    write_bytes = Path.write_bytes
+
+    def write_until_full(path, content):
+        write_bytes(path, content[:9])
+        if path.name.startswith("report.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_until_full)
+    stands = "the older report there is unchanged" if has_older else "no report is left"
+    with pytest.raises(OSError, match=f"could not write .*: No space left on device; {stands}"):
+        write_report(make_report(make_section([2.5, 1.5])), tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_bad_data_leave_an_existing_report_alone(tmp_path):

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from depthdial.data.packing import IGNORE
-from depthdial.data.shards import TokenDocument
+from depthdial.data.shards import TokenDocument, write_synced
 from depthdial.data.synthetic import PointerPrograms, count_by_depth
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
@@ -126,8 +126,26 @@ class DepthSweep:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+        """Write JSON; on any error the file is what it was.
+
+        Raises: ValueError if something else than a file is there; OSError if the disk refuses.
+        """
+        path = Path(path).resolve()
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file. Give the name of a file to write.")
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            write_synced(temporary, json.dumps(self.to_dict()) + "\n")
+            temporary.replace(path)
+        except OSError as error:
+            stands = "the file that was there is unchanged" if path.exists() else "no file was left"
+            raise OSError(
+                f"could not write {path}: {error.strerror}; {stands}. Make room, or save elsewhere."
+            ) from error
+        finally:
+            # Where the folder is gone there is nothing to remove either.
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> DepthSweep:

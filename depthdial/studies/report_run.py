@@ -7,7 +7,6 @@ no measuring of `finished_run.py`.
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,9 +78,7 @@ def write_sections(sections: list[dict[str, Any]], folder: Path, *, title: str) 
         "sections": [part["section"] for part in sections],
         "provenance": facts,
     }
-    paths = write_report(data, folder)
-    (folder / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return paths
+    return write_report(data, folder)
 
 
 def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]:

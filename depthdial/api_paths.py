@@ -1,0 +1,94 @@
+"""What a path or hub id stands for: a model directory, a run and its recipe.
+
+What a model or run is used for is in `api.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from depthdial.config import Recipe
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
+def run_recipe(path: str | Path) -> Recipe | None:
+    """The recipe of the run that a path is, or is a checkpoint of; None outside a run."""
+    path = Path(path)
+    for folder in (path, path.parent.parent):
+        if (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+            return Recipe.from_file(folder / "config.json")
+    return None
+
+
+def loops_in_training(checkpoint: str | Path) -> tuple[int, ...] | None:
+    """Loop counts that a run's training had run at a checkpoint of it; None outside a run."""
+    from depthdial.studies.finished_run import trained_loops
+    from depthdial.train.run_dir import CHECKPOINT_NAME
+
+    recipe, match = run_recipe(checkpoint), CHECKPOINT_NAME.fullmatch(Path(checkpoint).name)
+    if recipe is None or match is None:
+        return None
+    return trained_loops(recipe, finished_steps=int(match[1]))
+
+
+def model_folder(path_or_id: str | Path) -> Path:
+    """The model directory that a path or hub id stands for; see `load`."""
+    from depthdial.train.run_dir import CHECKPOINT_NAME, RunDir
+    from depthdial.train.sealed_folder import problem_of
+
+    path = Path(path_or_id)
+    if not path.exists():
+        return _from_hub(str(path_or_id))
+    run = RunDir(path)
+    if run.checkpoints_path.is_dir():
+        return run.latest_checkpoint().path
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    if match and path.parent.name == "checkpoints":
+        problem = problem_of(path, step=int(match[1]))
+        if problem is not None:
+            raise ValueError(
+                f"checkpoint {path} cannot be used: {problem}. Give the run folder "
+                f"{path.parent.parent} to use its newest intact checkpoint."
+            )
+    return path
+
+
+def check_is_run(path: str | Path) -> None:
+    """Refuse a checkpoint where a whole run is meant. Raises: ValueError naming its run."""
+    from depthdial.train.run_dir import CHECKPOINT_NAME
+
+    path = Path(path)
+    if CHECKPOINT_NAME.fullmatch(path.name) and path.parent.name == "checkpoints":
+        run = path.parent.parent
+        raise ValueError(f"{path} is a checkpoint of the run {run}, not a run. Give {run}.")
+
+
+def _from_hub(name: str) -> Path:
+    """Download a model directory, or say why there is none.
+
+    Raises: FileNotFoundError.
+    """
+    parent = Path(name).parent
+    if not HUB_ID.fullmatch(name) or parent.is_dir():
+        siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+        close = difflib.get_close_matches(Path(name).name, siblings, n=1)
+        raise FileNotFoundError(
+            f"no model at {name}."
+            + (f" Did you mean '{parent / close[0]}'?" if close else "")
+            + " Give a run folder, a checkpoint, a model directory, or a hub id org/name."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FileNotFoundError(
+            f"no folder at {name}, and as a hub id it cannot be fetched ({reason}). Check the name "
+            "and the connection, or give the path of a model directory."
+        ) from error
