@@ -6,7 +6,6 @@
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,9 +60,10 @@ def session_of(recipe: Recipe, root: Path, *, next_row: int) -> pretrain._Sessio
     config = recipe.model.replace(modulation=None) if switch else recipe.model
     model = LoopedLM(config, seed=recipe.train.seed)
     run = RunDir.create(root, recipe.name, config=recipe, provenance={})
-    progress = replace(pretrain.Progress(), next_row=next_row)
+    data = open_data(recipe)
+    progress = pretrain.Progress(data=data.train.fingerprint, next_row=next_row)
     optimizers = Optimizers(model, recipe.optim)
-    return pretrain._Session(recipe, run, open_data(recipe), model, optimizers, progress)
+    return pretrain._Session(recipe, run, data, model, optimizers, progress)
 
 
 class StopAfter:
