@@ -12,7 +12,7 @@ def check_device(name: str) -> str:
     """
     try:
         torch.zeros(1, device=name).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"device '{name}' cannot be used here ({reason}). Available: "

@@ -11,7 +11,7 @@ def test_the_cpu_is_always_there():
     assert available_devices()[0] == "cpu"
 
 
-@pytest.mark.parametrize("name", ["nonsense", "meta", "cuda:77"])
+@pytest.mark.parametrize("name", ["nonsense", "meta", "hpu", "cuda:77"])
 def test_an_unusable_device_is_named_with_the_usable_ones(name):
     with pytest.raises(ValueError, match=f"device '{name}' cannot be used here.*Available: cpu"):
         check_device(name)
