@@ -50,7 +50,8 @@ def check_num_loops(
     if max_loops is not None and highest > max_loops:
         raise ValueError(
             f"num_loops={highest} exceeds max_loops={max_loops}, the largest depth seen in "
-            "training. Ask for fewer loops, or set loop.beyond_max_loops to 'extrapolate'."
+            "training. Ask for fewer loops; sweeps measure more. A model whose config says "
+            "loop.beyond_max_loops 'extrapolate' allows it."
         )
     return num_loops
 
