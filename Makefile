@@ -14,7 +14,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 PYTEST = $(ONE_THREAD) $(VENV)/bin/python -m pytest $(ARGS)
 
 help:
-	@echo "make demo           train, sweep and report on this machine (about 12 minutes)"
+	@echo "make demo           train, sweep and report on this machine (8 to 12 minutes)"
 	@echo "make test           the test suite"
 	@echo "make test-slow      soak, kill and long property runs"
 	@echo "make test-compat    the suite with the lowest and the highest allowed dependencies"
