@@ -44,7 +44,7 @@ class _CallablePackage(ModuleType):
     """`depthdial.train` is a package and, by the front door, a function.
 
     Importing any `depthdial.train.*` binds the package to that name, so a plain function there
-    would vanish with the first such import (the fault kind of faults.md B60).
+    would vanish with the first such import.
     """
 
     def __call__(

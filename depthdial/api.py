@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from depthdial.api_data import token_documents
-from depthdial.api_paths import check_is_run, loops_in_training, model_folder
+from depthdial.api_paths import check_is_run, loops_in_training, model_folder, run_recipe
 from depthdial.config import CachePolicy, ModelConfig, Recipe
 from depthdial.recipes import recipe_file
 
@@ -230,8 +230,8 @@ def sweep(
         data: a prepared folder (its validation split); a text file or a folder of them; a list of
             such paths as `Path`; a list of texts; or pointer programs, for a model of them.
         loops: loop counts; None for 1 .. max_loops + 2. Those that training never ran are marked.
-        context: tokens that predict one another, up to the model's max_context; None for that.
-            Text only.
+        context: tokens that predict one another, up to the model's max_context. None for the
+            context of the run if `model` is the path of one, else for max_context. Text only.
         stride: new tokens per window after a document's first; None for no overlap. Text only.
         rows_per_forward: rows computed at once; changes memory, not results.
         precision: of the matrix products.
@@ -248,8 +248,11 @@ def sweep(
         sweep_pointer_programs,
     )
 
+    trained_context = None
     if not isinstance(model, Model):
         folder = model_folder(model)
+        recipe = run_recipe(folder)
+        trained_context = None if recipe is None else recipe.data.context
         trained_loops = loops_in_training(folder) if trained_loops is None else trained_loops
         model = load(folder)
     loops = default_loops(model.config.max_loops) if loops is None else loops
@@ -274,7 +277,7 @@ def sweep(
             "Text can be swept with a model that was trained on text."
         )
     limit = model.config.max_context
-    context = limit if context is None else context
+    context = (trained_context or limit) if context is None else context
     if not 1 <= context <= limit:
         raise ValueError(
             f"context={context} is no length of row for this model; give 1 to {limit}, its "

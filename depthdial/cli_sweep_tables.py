@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from depthdial.cli_tables import flops, result_console, short_count, signed, table
-from depthdial.eval.stats import BOOTSTRAP_SEED
+from depthdial.eval.stats import BOOTSTRAP_SEED, FEW_DOCUMENTS
 
 if TYPE_CHECKING:
     from depthdial.api import Model
@@ -137,6 +137,11 @@ def _print_loss(measured: Measurement) -> None:
     console.print(table("Loss in nats per token", columns, rows))
     if len(sweep.names) < 2:
         console.print("no intervals: they need at least 2 documents")
+    elif len(sweep.names) < FEW_DOCUMENTS:
+        console.print(
+            f"only {len(sweep.names)} documents: wide intervals, and one of them can decide",
+            soft_wrap=True,
+        )
     if not all(map(sweep.is_trained, sweep.loops)):
         console.print(f"* outside training, which ran {_trained_words(sweep)}")
 
@@ -155,13 +160,13 @@ def _print_cost(measured: Measurement) -> None:
             time, reference = measured.latency[k], measured.latency[first]
             row += [
                 f"{time.min_ms:.3f}",
-                f"{time.median_ms:.3f}",
                 f"{time.min_ms / reference.min_ms:.2f}",
+                f"{time.median_ms:.3f}",
             ]
         rows.append(row)
     columns = ["k", "sublayers", "FLOPs", f"x k={first}"]
     if measured.latency is not None:
-        columns += ["ms, fastest", "ms, median", f"x k={first}"]
+        columns += ["ms, fastest", f"x k={first}", "ms, median"]
     console = result_console()
     console.print("", table("Cost per token", columns, rows))
     if measured.latency is not None:

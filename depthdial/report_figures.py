@@ -51,7 +51,7 @@ def accuracy_svg(section: Section, *, prefix: str) -> str:
 
 
 def training_svg(section: Section, *, prefix: str) -> str:
-    """Loss during training, one line per model and executed loop count."""
+    """Validation loss during training, one line per model and loop count."""
     return to_svg((10.0, 3.0), lambda axes: _draw_training(axes, section), prefix=f"{prefix}-train")
 
 

@@ -2,7 +2,7 @@
 
 Here lives every statement a report makes. None is fixed: each is chosen by where
 an interval lies relative to zero and to the section's stated margin. Loop counts
-outside training are listed apart and enter no finding (faults.md B15).
+outside training are listed apart and enter no finding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from depthdial.report_terms import (
 )
 
 FEW_DOCUMENTS = 30
-"""Below this many documents percentile bootstrap intervals are visibly too narrow."""
+"""Below this many documents intervals are widened, and the page says so."""
 _ORDER: dict[Kind, int] = {"against": 0, "open": 1, "shown": 2, "limit": 3}
 
 
@@ -131,7 +131,8 @@ def _gains(section: Section) -> list[Finding]:
     findings = []
     if moves["higher"]:
         turn = moves["higher"][0][0].num_loops
-        ahead = "" if turn == 1 or not moves["lower"] else f" The curve turns at k = {turn}."
+        fell_before = any(later.num_loops <= turn for _, later in moves["lower"])
+        ahead = f" The curve turns at k = {turn}." if fell_before else ""
         text = f"More loops raise the loss at {listed(moves['higher'])}.{ahead}"
         findings.append(Finding("against", text))
     if moves["equal"]:
@@ -199,8 +200,8 @@ def _limits(section: Section) -> list[Finding]:
         texts.append(f"{section.num_seeds} training seeds; each interval covers {spread}.")
     if section.documents < FEW_DOCUMENTS:
         texts.append(
-            f"Only {section.documents} documents: bootstrap intervals over so few come out too "
-            "narrow."
+            f"Only {section.documents} documents: intervals are widened for it (Student's t), and "
+            "one unusual document can decide them."
         )
     return [Finding("limit", text) for text in [*texts, *_training_limit(section)]]
 
@@ -212,6 +213,13 @@ def _training_limit(section: Section) -> list[str]:
         return []
     looped, baseline = training.looped, training.baseline
     ratio = looped.flops / baseline.flops if baseline.flops else float("inf")
+    more_params = looped.params / baseline.params
+    size = (
+        f" The looped model has {more_params:.2f} times the parameters of the baseline, gate and "
+        "conditioning included."
+        if abs(more_params - 1) >= 0.02
+        else ""
+    )
     if looped.tokens == baseline.tokens:
         data = f"Both sides saw {looped.tokens:,} training tokens"
     else:
@@ -220,10 +228,10 @@ def _training_limit(section: Section) -> list[str]:
             f"{baseline.tokens:,} baseline), so differences mix loops with data"
         )
     if abs(ratio - 1) < 0.02:
-        return [f"{data}, at equal training FLOPs."]
+        return [f"{data}, at equal training FLOPs.{size}"]
     return [
         f"{data}; training the looped model took {ratio:.2f} times the FLOPs of the baseline, so "
-        "this is not a comparison at equal compute."
+        f"this is not a comparison at equal compute.{size}"
     ]
 
 

@@ -264,9 +264,9 @@ class TestSweep:
         self, tiny_run: Path, model: Model, tiny_texts: list[str]
     ) -> None:
         by_path = depthdial.sweep(str(tiny_run), tiny_texts[:2], loops=[2])
-        assert by_path.mean_loss(2) == depthdial.sweep(model, tiny_texts[:2], loops=[2]).mean_loss(
-            2
-        )
+        context = Recipe.from_file(tiny_run / "config.json").data.context
+        by_model = depthdial.sweep(model, tiny_texts[:2], loops=[2], context=context)
+        assert by_path.mean_loss(2) == by_model.mean_loss(2)
 
     def test_b23_empty_documents_are_skipped_and_counted(self, model: Model) -> None:
         with pytest.warns(UserWarning, match="skipped 2 of 3 documents: no text"):

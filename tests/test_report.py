@@ -201,6 +201,21 @@ def test_no_gain_leads_the_text_even_where_it_is_resolved_from_zero():
     assert "falls" not in said(section)
 
 
+def test_a_curve_turns_only_where_it_fell_before():
+    """A rise after an undecided move used to be called a turn because of a later fall."""
+    section = make_section([2.0, 2.001, 2.05, 1.9], half=0.015)
+    assert words(section)[0].startswith("More loops raise the loss at k 2→3")
+    assert "turns" not in said(section)
+
+
+def test_more_parameters_than_the_baseline_are_said():
+    cost = {"steps": 10, "tokens": 1000, "flops": 1e9, "seconds": 1.0}
+    training = {"looped": {"params": 138, **cost}, "baseline": {"params": 100, **cost}}
+    assert "1.38 times the parameters of the baseline" in said(
+        make_section([2.0, 1.9], training=training)
+    )
+
+
 def test_a_rise_leads_the_text_and_names_the_turn():
     section = make_section([2.0, 1.8, 1.85])
     assert words(section)[0].startswith("More loops raise the loss at k 2→3 +0.0500")

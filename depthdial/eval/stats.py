@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,8 @@ EQUAL_MARGIN_NATS = 0.01
 BOOTSTRAP_SEED = 0
 """One seed for all tools, so that equal losses print equal intervals everywhere."""
 
+# From here on the percentile interval and its widened form agree within 6 %.
+FEW_DOCUMENTS = 30
 # Bounds memory of one block of resamples: 4M indices, 32 MB.
 _BLOCK_DRAWS = 4_000_000
 
@@ -65,8 +68,7 @@ def paired_bootstrap(
         level: coverage aimed at, between 0 and 1.
 
     Raises: ValueError for fewer than 2 documents, unequal lengths, or values
-        that are not finite. With fewer than about 30 documents percentile
-        intervals come out too narrow; the report says so.
+        that are not finite. Below FEW_DOCUMENTS the interval is widened.
     """
     tokens = _vector(tokens, "tokens")
     difference = _vector(nll_a, "nll_a", like=tokens) - _vector(nll_b, "nll_b", like=tokens)
@@ -115,7 +117,7 @@ def proportion_interval(
         return Interval(1.0, 1 - reach, 1.0, level)
     if interval.estimate == 0:
         return Interval(0.0, 0.0, reach, level)
-    return interval
+    return Interval(interval.estimate, max(0.0, interval.low), min(1.0, interval.high), level)
 
 
 def compare(interval: Interval, *, margin: float) -> Verdict:
@@ -146,7 +148,12 @@ def compare(interval: Interval, *, margin: float) -> Verdict:
 def _ratio_interval(
     numerator: np.ndarray, denominator: np.ndarray, *, seed: int, resamples: int, level: float
 ) -> Interval:
-    """sum(numerator) / sum(denominator) with a percentile interval over documents."""
+    """sum(numerator) / sum(denominator) with a percentile interval over documents.
+
+    Below FEW_DOCUMENTS it is widened about the estimate by sqrt(n / (n - 1)) * t / z, what the
+    interval of a mean lacks when n values stand for a normal population (the expanded percentile
+    interval of Hesterberg, arXiv 1411.5279); with 2 documents it would cover half of the time.
+    """
     if not 0 < level < 1:
         raise ValueError(f"level={level} must lie between 0 and 1, e.g. 0.95.")
     if resamples < 100:
@@ -161,7 +168,34 @@ def _ratio_interval(
         ratios[start : start + len(drawn)] = sums / denominator[drawn].sum(axis=1)
     low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
     estimate = numerator.sum() / denominator.sum()
+    if count < FEW_DOCUMENTS:
+        wider = math.sqrt(count / (count - 1)) * _t_over_z((1 + level) / 2, count - 1)
+        low, high = (estimate + wider * (bound - estimate) for bound in (low, high))
     return Interval(float(estimate), float(low), float(high), level)
+
+
+def _t_over_z(probability: float, degrees: int) -> float:
+    """Quantile of Student's t over that of the normal distribution, probability > 1/2."""
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_cdf(middle, degrees) < probability else (low, middle)
+    return middle / NormalDist().inv_cdf(probability)
+
+
+def _t_cdf(t: float, degrees: int) -> float:
+    """P(T <= t) for t >= 0 and whole degrees (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    cosine = math.cos(angle)
+    is_odd = degrees % 2
+    term = cosine if is_odd else 1.0
+    total = 0.0 if degrees == 1 else term
+    for power in range(3 if is_odd else 2, degrees - 1, 2):
+        term *= (power - 1) / power * cosine**2
+        total += term
+    if is_odd:
+        return 0.5 + (angle + math.sin(angle) * total) / math.pi
+    return 0.5 + math.sin(angle) * total / 2
 
 
 def _vector(values: np.ndarray, name: str, *, like: np.ndarray | None = None) -> np.ndarray:

@@ -36,8 +36,6 @@ JOBS = ("tiny-text", "tiny-text-baseline", "tiny-pointer", "tiny-pointer-baselin
 WORKERS = 2
 QUICK_STEPS = 20
 POLL_SECONDS = 1.0
-RECENT_STEPS = 30
-"""How far back the table looks for a loss at each loop count."""
 
 
 @dataclass
@@ -219,17 +217,16 @@ def _log_path(job: Job, folder: Path) -> Path:
 def _table(jobs: list[Job]) -> Table:
     """Progress of all runs; at most 80 columns, so that no row wraps."""
     loops = range(1, max(job.recipe.model.max_loops for job in jobs) + 1)
-    table = Table(box=None, pad_edge=False, caption="k=1 ...: training loss by loop count")
+    table = Table(box=None, pad_edge=False, caption="k=1 ...: validation loss by loop count")
     table.add_column("run", no_wrap=True)
     for title in ("steps", "tok/s", *(f"k={k}" for k in loops)):
         table.add_column(title, justify="right", no_wrap=True)
     for job in jobs:
         records = job.run.read_metrics() if job.run.metrics_path.exists() else []
         training = [record for record in records if "train/tok_per_sec" in record]
-        losses: dict[str, float] = {}
-        for record in training[-RECENT_STEPS:]:
-            losses |= {name: v for name, v in record.items() if name.startswith("train/loss_k")}
-        shown = [losses.get(f"train/loss_k{k}") for k in loops]
+        validations = [record for record in records if "val/loss_k1" in record]
+        losses = validations[-1] if validations else {}
+        shown = [losses.get(f"val/loss_k{k}") for k in loops]
         table.add_row(
             job.recipe.name,
             f"{records[-1]['step'] if records else 0}/{job.recipe.train.steps}",

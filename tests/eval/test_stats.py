@@ -6,6 +6,7 @@ import pytest
 from depthdial.eval import stats
 from depthdial.eval.stats import (
     Interval,
+    _t_over_z,
     compare,
     mean_interval,
     paired_bootstrap,
@@ -184,3 +185,24 @@ def test_a_negative_margin_and_missing_numbers_are_refused():
         compare(Interval(0.0, 0.0, 0.0, 0.95), margin=-1)
     with pytest.raises(ValueError, match="not a pair of numbers"):
         compare(Interval(0.0, float("nan"), 0.0, 0.95), margin=1)
+
+
+@pytest.mark.parametrize("documents", [2, 3, 5, 8, 14])
+def test_intervals_of_few_documents_still_cover(documents):
+    """Percentile intervals of 2 documents are their minimum and maximum: half of the time wrong."""
+    rng = np.random.default_rng(documents)
+    wrong = 0
+    for trial in range(300):
+        tokens = rng.integers(100, 300, documents)
+        first = rng.normal(3.0, 0.2, documents) * tokens
+        second = first + rng.normal(0.0, 0.05, documents) * tokens
+        interval = paired_bootstrap(first, second, tokens, seed=trial, resamples=300)
+        wrong += interval.excludes_zero
+    assert wrong / 300 <= 0.11
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"), [(1, 12.706), (2, 4.303), (5, 2.571), (28, 2.048)]
+)
+def test_students_t_quantiles_are_those_of_the_tables(degrees, quantile):
+    assert _t_over_z(0.975, degrees) * 1.959964 == pytest.approx(quantile, abs=1e-3)

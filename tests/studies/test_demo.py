@@ -109,7 +109,7 @@ def test_the_table_of_all_runs_fits_80_columns(tmp_path):
     for name in JOBS:
         recipe = demo.demo_recipe(name, tmp_path, quick=False)
         run = RunDir.create(tmp_path, recipe.name, config=recipe, provenance={})
-        losses = {f"train/loss_k{k}": 2.5 for k in range(1, recipe.model.max_loops + 1)}
+        losses = {f"val/loss_k{k}": 2.5 for k in range(1, recipe.model.max_loops + 1)}
         run.append_metrics({"step": 1000, "train/tok_per_sec": 123_456.7, **losses})
         jobs.append(demo.Job(recipe, run))
     console = text_console()
