@@ -48,7 +48,6 @@ class RichObserver:
         self._losses: dict[str, float] = {}
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(
@@ -61,6 +60,8 @@ class RichObserver:
 
     def record(self, record: dict[str, Any]) -> None:
         """Training records move the bar; validation records print a line above it."""
+        # Not before: a run that is refused, or has nothing left to do, shows no bar.
+        self._progress.start()
         losses = _by_loops(record, "val/loss_k")
         if losses:
             self._console.print(
