@@ -73,15 +73,6 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def duration(seconds: float) -> str:
-    """`4 min 22 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
 def _three_digits(value: float) -> str:
     """`1.13`, `11.0`, `854`: trailing zeros kept, so that columns compare."""
     return f"{value:#.3g}".rstrip(".")

@@ -21,7 +21,8 @@ from depthdial.cli_options import (
     number,
     recipe_overrides,
 )
-from depthdial.cli_tables import duration, remark, short_count
+from depthdial.cli_tables import remark, short_count
+from depthdial.report_terms import duration
 
 if TYPE_CHECKING:
     from depthdial.config import Recipe

@@ -358,7 +358,7 @@ class TrainConfig(StrictConfig):
     precision: Literal["fp32", "bf16"] = "bf16"
     """bf16: matrix products in bfloat16 by autocast, weights and state in float32."""
     compile: bool = False
-    """Compile prelude, one core pass, coda and head; pays after some minutes."""
+    """Compile prelude, one core pass, coda and head; costs some minutes at the start."""
     device: str = "cpu"
     """Torch device name, e.g. cpu, cuda, mps."""
     val_every: PositiveInt = 200

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from depthdial import report_figures, report_words
 from depthdial.report_data import Difference, RunCost, Section, WithInterval, read_report_data
 from depthdial.report_reach import SOLVED_ACCURACY
-from depthdial.report_terms import percent, signed, verdict
+from depthdial.report_terms import duration, percent, signed, verdict
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -215,7 +215,7 @@ def _cost(side: RunCost | None, key: str) -> str:
     if key == "flops":
         return _flops(side.flops)
     if key == "seconds":
-        return _duration(side.seconds)
+        return duration(side.seconds)
     return f"{side.model_dump()[key]:,}"
 
 
@@ -225,15 +225,6 @@ def _flops(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.3g} {unit}FLOP"
     return f"{value:.3g} FLOP"
-
-
-def _duration(seconds: float) -> str:
-    """`4 min 22 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _provenance(runs: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:

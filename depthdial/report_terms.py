@@ -97,3 +97,12 @@ def listed(moves: Sequence[Move]) -> str:
         for earlier, later in moves
         if later.vs_previous is not None
     )
+
+
+def duration(seconds: float) -> str:
+    """`4 min 22 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

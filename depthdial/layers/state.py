@@ -17,8 +17,8 @@ from torch import Tensor
 
 AttentionImpl = Literal["explicit", "sdpa"]
 
-# On CPUs the fused kernel is 2 to 4 times slower than two matrix products in bf16 at short
-# context, and faster in fp32 and at long context (docs/results/train_speed.md).
+# In bf16 on a CPU two matrix products and a softmax beat the fused kernel on short rows; at this
+# length the two are near even, beyond it the fused one wins (docs/results/attention.md).
 EXPLICIT_MAX_SOURCE_TOKENS = 512
 
 

@@ -189,8 +189,7 @@ def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
         recipe_path = folder / f"{job.recipe.name}.recipe.json"
         recipe_path.write_text(job.recipe.to_json(), encoding="utf-8")
         command += ["train", str(recipe_path), "--root", str(folder)]
-    # One thread each: two one-thread processes are faster than one with two threads, and waiting
-    # OpenMP threads would take the core from the other run.
+    # One thread each: waiting OpenMP threads would take the core from the other run.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with _log_path(job, folder).open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which tells the runs to save.
