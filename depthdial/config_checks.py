@@ -1,0 +1,159 @@
+"""Rules between the fields of a model's config; each raises ValueError with what to do.
+
+Fields and their meaning are in `config_model.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from depthdial.config_model import LoopConfig, ModelConfig
+
+ATTENTION = "A"
+SLIDING = "S"
+FEED_FORWARD = "F"
+SUBLAYER_LETTERS = {
+    ATTENTION: "grouped-query attention",
+    SLIDING: "grouped-query attention over a sliding window",
+    FEED_FORWARD: "feed-forward MLP",
+}
+ATTENTION_LETTERS = frozenset({ATTENTION, SLIDING})
+
+CACHE_POLICIES = (
+    "per_loop",
+    "collapse_last",
+    "collapse_first",
+    "collapse_mean",
+    "last_step",
+    "share_first",
+    "stash_first",
+    "stash_last",
+)
+"""Rules about stored keys and values that hold for any model."""
+PUBLISHED_POLICY = re.compile(
+    r"huginn:(?P<huginn>(latest|available|always-last)-m\d+|skip|(latest-m\d+-)?compress-s\d+)"
+    r"|parcae:compress-(?P<parcae>s|stride|first|last)(?P<count>\d+)"
+)
+"""Rules that came with a published model; m and s count attention layers of the core."""
+
+
+def check_cache_policy(name: str) -> str:
+    """The name itself. Raises: ValueError for an unknown one."""
+    if name not in CACHE_POLICIES and not PUBLISHED_POLICY.fullmatch(name):
+        raise ValueError(
+            f"unknown cache policy '{name}'. Known: {', '.join(CACHE_POLICIES)}, and the rules of "
+            "published models, such as huginn:latest-m4, huginn:compress-s8, parcae:compress-s2."
+        )
+    return name
+
+
+def check_loop(loop: LoopConfig) -> None:
+    """Every option of the loop has an effect, and what it needs."""
+    only_with = (
+        ("delta_init", 0.05, "update", "delta"),
+        ("gamma_init", 0.0, "update", "adaptive_delta"),
+        ("gate_rank", None, "update", "decay_gate"),
+        ("anchor", 0.5, "update", "anchored"),
+        ("random_state_std", None, "initial_state", "random"),
+        ("random_state_seed", 0, "initial_state", "random"),
+    )
+    values = dict(loop)
+    for name, default, owner, value in only_with:
+        if values[name] != default and values[owner] != value:
+            raise ValueError(
+                f"{name}={values[name]} has no effect with {owner}='{values[owner]}'. "
+                f"Remove it or choose {owner}='{value}'."
+            )
+    for name, owner, value in (
+        ("gate_rank", "update", "decay_gate"),
+        ("random_state_std", "initial_state", "random"),
+    ):
+        if values[owner] == value and values[name] is None:
+            raise ValueError(f"{owner}='{value}' needs {name}; give a positive number.")
+    if loop.local_window is not None and loop.cache_policy != "per_loop":
+        raise ValueError(
+            f"local_window={loop.local_window} needs cache_policy='per_loop', not "
+            f"'{loop.cache_policy}': later loops read the first loop's keys and their own."
+        )
+
+
+def check_sublayers(config: ModelConfig) -> None:
+    """Known letters, and a split that they fill."""
+    unknown = sorted(set(config.layout) - set(SUBLAYER_LETTERS))
+    if unknown:
+        raise ValueError(
+            f"layout '{config.layout}' has unknown letters {unknown}; known: {SUBLAYER_LETTERS}."
+        )
+    total, period = sum(config.split), len(config.layout)
+    if total % period:
+        raise ValueError(
+            f"split {list(config.split)} adds up to {total} sublayers, but layout "
+            f"'{config.layout}' has {period}. Choose a split whose sum is a multiple of "
+            f"{period}, or change `layout`."
+        )
+    if (SLIDING in config.layout) != (config.sliding is not None):
+        raise ValueError("the layout letter S goes with `sliding`, and needs it.")
+
+
+def check_attention(config: ModelConfig) -> None:
+    """Heads, rotation and value embeddings fit each other."""
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}."
+        )
+    fractions = {"rotary_frac": config.rotary_frac}
+    if config.sliding is not None:
+        fractions["sliding.rotary_frac"] = config.sliding.rotary_frac
+    for name, fraction in fractions.items():
+        rotating = round(config.head_dim * fraction)
+        if rotating % 2 or rotating < 2:
+            raise ValueError(
+                f"{name}={fraction} of head_dim={config.head_dim} gives {rotating} rotating "
+                "channels; choose a fraction that gives an even number of at least 2."
+            )
+    if config.positions != "rotary":
+        for name, given, default in (
+            ("rotary_frac", config.rotary_frac, 1.0),
+            ("rotary_pairs", config.rotary_pairs, "half_split"),
+            ("rope_scaling", config.rope_scaling, None),
+        ):
+            if given != default:
+                raise ValueError(
+                    f"{name}={given!r} has no effect with positions='{config.positions}'."
+                )
+    if config.qk_norm == "none" and config.qk_norm_eps is not None:
+        raise ValueError(f"qk_norm_eps={config.qk_norm_eps} has no effect with qk_norm='none'.")
+    num_attention = sum(letter in ATTENTION_LETTERS for letter in config.sublayers)
+    beyond = [i for i in config.value_embeddings if i >= num_attention]
+    if beyond or len(set(config.value_embeddings)) != len(config.value_embeddings):
+        raise ValueError(
+            f"value_embeddings={list(config.value_embeddings)} must name attention layers 0 to "
+            f"{num_attention - 1}, each once."
+        )
+
+
+def check_model_options(config: ModelConfig) -> None:
+    """Options that need or exclude each other."""
+    if config.num_loops > config.max_loops:
+        raise ValueError(
+            f"num_loops={config.num_loops} exceeds max_loops={config.max_loops}; the default must "
+            "be a trained depth."
+        )
+    if (config.norm == "ngpt") != (config.ngpt is not None):
+        raise ValueError("norm='ngpt' goes with `ngpt`, and needs it.")
+    if config.norm == "ngpt" and (config.modulation is not None or config.qk_norm != "none"):
+        raise ValueError(
+            "norm='ngpt' normalises queries and keys itself and takes no modulation of its "
+            "sublayers; set qk_norm='none' and modulation=null."
+        )
+    if config.norm == "ngpt" and config.ff != "swiglu":
+        raise ValueError(f"norm='ngpt' goes with ff='swiglu', not '{config.ff}'.")
+    if config.final_norm == "loop" and config.split[2]:
+        raise ValueError(
+            f"final_norm='loop' norms the state that the head reads, but split="
+            f"{list(config.split)} has a coda after the loops; choose another final_norm."
+        )
+    if config.visit_deltas is not None and config.visit_deltas.norms and not config.norm_gain:
+        raise ValueError("visit_deltas.norms needs norm_gain=true: there is no gain to vary.")
