@@ -84,11 +84,36 @@ def _bias(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill(~allowed_BTS, blocked)[:, None]
 
 
+class SharedKV(Protocol):
+    """Keys and values of the first loop, as a later loop of the same layer sees them."""
+
+    def attend(self, q_BTHC: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
+        """Attend without storing. Returns y [B, T, H, C]."""
+        ...
+
+
 class KVSlot(Protocol):
-    """Keys and values of one (layer, loop) as a layer sees them."""
+    """Keys and values of one (layer, loop) as a layer sees them.
+
+    Fields:
+        is_read_only: the layer computes no keys and values and passes None for both.
+        shared: the first loop's, where a layer mixes them with its own; else None.
+    """
+
+    @property
+    def is_read_only(self) -> bool: ...
+
+    @property
+    def shared(self) -> SharedKV | None: ...
 
     def attend(
-        self, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, *, mask: AttentionMask, scale: float
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        mask: AttentionMask,
+        scale: float,
     ) -> Tensor:
         """Store k and v at the current positions and attend. Returns y [B, T, H, C]."""
         ...
@@ -97,10 +122,90 @@ class KVSlot(Protocol):
 class UncachedSlot:
     """Stores nothing: attention over this call's own tokens (training, scoring)."""
 
+    is_read_only = False
+
+    def __init__(self, shared: SharedKV | None = None) -> None:
+        self.shared = shared
+
     def attend(
-        self, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, *, mask: AttentionMask, scale: float
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        mask: AttentionMask,
+        scale: float,
     ) -> Tensor:
+        k_BTGC, v_BTGC = _written(k_BTGC, v_BTGC)
         return attention(q_BTHC, k_BTGC, v_BTGC, mask=mask, scale=scale)
+
+
+class RecordingSlot:
+    """An uncached slot that keeps this call's keys and values, for a later loop to share.
+
+    Fields:
+        k, v: [B, T, G, C] each; None before the first `attend`.
+    """
+
+    is_read_only = False
+    shared = None
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def attend(
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        mask: AttentionMask,
+        scale: float,
+    ) -> Tensor:
+        self.k, self.v = _written(k_BTGC, v_BTGC)
+        return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
+
+
+class GivenKV:
+    """Keys and values [B, S, G, C] given as tensors; a `SharedKV` without a cache."""
+
+    def __init__(self, k_BSGC: Tensor, v_BSGC: Tensor) -> None:
+        self.k, self.v = k_BSGC, v_BSGC
+
+    def attend(self, q_BTHC: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
+        return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
+
+
+class GivenSlot:
+    """A read-only slot over keys and values [B, S, G, C] given as tensors."""
+
+    is_read_only = True
+    shared = None
+
+    def __init__(self, k_BSGC: Tensor, v_BSGC: Tensor) -> None:
+        self.k, self.v = k_BSGC, v_BSGC
+
+    def attend(
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        mask: AttentionMask,
+        scale: float,
+    ) -> Tensor:
+        _check_unwritten(k_BTGC, v_BTGC)
+        return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
+
+
+def _written(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert k_BTGC is not None and v_BTGC is not None, "this slot stores keys and values"
+    return k_BTGC, v_BTGC
+
+
+def _check_unwritten(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> None:
+    assert k_BTGC is None and v_BTGC is None, "a read-only slot takes no keys and values"
 
 
 class KVBuffer:
@@ -146,6 +251,9 @@ class KVBuffer:
 class CachedSlot:
     """A buffer bound to this call's rows and positions."""
 
+    is_read_only = False
+    shared = None
+
     def __init__(
         self, buffer: KVBuffer, *, rows: Tensor, index_BT: Tensor, num_source_tokens: int
     ) -> None:
@@ -155,9 +263,15 @@ class CachedSlot:
         self.num_source_tokens = num_source_tokens
 
     def attend(
-        self, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, *, mask: AttentionMask, scale: float
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        mask: AttentionMask,
+        scale: float,
     ) -> Tensor:
-        self.buffer.write(self.rows, self.index_BT, k_BTGC, v_BTGC)
+        self.buffer.write(self.rows, self.index_BT, *_written(k_BTGC, v_BTGC))
         k_BSGC, v_BSGC = self.buffer.read(self.rows, self.num_source_tokens)
         return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
 

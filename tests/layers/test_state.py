@@ -7,7 +7,10 @@ from depthdial.layers.state import (
     EXPLICIT_MAX_SOURCE_TOKENS,
     AttentionMask,
     CachedSlot,
+    GivenKV,
+    GivenSlot,
     KVBuffer,
+    RecordingSlot,
     UncachedSlot,
     attention,
     causal_mask,
@@ -173,6 +176,26 @@ def test_uncached_slot_attends_over_the_call_alone():
     mask = causal_mask(4, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
     expected = attention(q, k, v, mask=mask, scale=SCALE)
     assert torch.equal(UncachedSlot().attend(q, k, v, mask=mask, scale=SCALE), expected)
+
+
+def test_recording_slot_keeps_what_it_attended_over():
+    q, k, v = qkv(2, 4, 4)
+    mask = causal_mask(4, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
+    slot = RecordingSlot()
+    y = slot.attend(q, k, v, mask=mask, scale=SCALE)
+    assert torch.equal(y, attention(q, k, v, mask=mask, scale=SCALE))
+    assert slot.k is k and slot.v is v
+
+
+def test_given_keys_and_values_are_attended_over_and_nothing_else():
+    q, k, v = qkv(2, 4, 4)
+    mask = causal_mask(4, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
+    expected = attention(q, k, v, mask=mask, scale=SCALE)
+    slot = GivenSlot(k, v)
+    assert slot.is_read_only
+    assert torch.equal(slot.attend(q, None, None, mask=mask, scale=SCALE), expected)
+    assert torch.equal(GivenKV(k, v).attend(q, mask=mask, scale=SCALE), expected)
+    assert UncachedSlot(GivenKV(k, v)).shared is not None
 
 
 def test_cached_slot_attends_over_stored_and_new_tokens_of_its_own_row():
