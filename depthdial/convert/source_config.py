@@ -1,0 +1,157 @@
+"""A published config.json that counts which of its keys were read.
+
+What the keys of a family mean is in `families/`; reading files is not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from depthdial.config import nearest_name
+
+WITHOUT_EFFECT = (
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "is_llama_config",
+    "model_type",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+)
+"""Keys of published configs that do not change the function computed by the weights: names of
+classes and versions, storage dtype, initial values, ids of special tokens (read with the
+tokenizer)."""
+
+
+class SourceConfig:
+    """A dictionary of plain JSON values; every key must be read, and reading is by name.
+
+    Args: values: the dictionary; where: dotted prefix of its keys in messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self._values = values
+        self._where = where
+        self._read: set[str] = set()
+        self._sections: list[SourceConfig] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where the key is absent."""
+        self._read.add(key)
+        return self._values.get(key, default)
+
+    def need(self, key: str) -> Any:
+        """The value. Raises: ValueError where the key is absent."""
+        self._read.add(key)
+        if key not in self._values:
+            raise ValueError(
+                f"the source config has no '{self._where}{key}'."
+                f"{nearest_name(key, sorted(set(self._values) - self._read))}"
+            )
+        return self._values[key]
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; null counts as absent. Raises: ValueError for all else."""
+        value = self.need(key) if default is None else self.take(key)
+        value = default if value is None else value
+        # bool is an int in Python, and True would pass for one loop.
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"'{self._where}{key}' is {value!r} in the source config; it must be a positive "
+                "whole number."
+            )
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number; null counts as absent. Raises: ValueError for all else."""
+        value = self.need(key) if default is None else self.take(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(
+                f"'{self._where}{key}' is {value!r} in the source config; it must be a positive "
+                "number."
+            )
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; null counts as absent. Raises: ValueError for all else."""
+        value = self.take(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ValueError(f"'{self._where}{key}' is {value!r} in the source config, not a bool.")
+        return value
+
+    def expect(self, key: str, *allowed: Any, default: Any = None) -> Any:
+        """The value, which must be one of those that the runtime can do.
+
+        Args: allowed: values; default: taken where the key is absent.
+        Raises: ValueError naming the value and what can be done.
+        """
+        value = self.take(key, default)
+        for candidate in allowed:
+            # 1 == True and 0 == False in Python, but not in a config.
+            if value == candidate and isinstance(value, bool) == isinstance(candidate, bool):
+                return value
+        shown = " or ".join(repr(candidate) for candidate in allowed)
+        raise ValueError(
+            f"the source config has '{self._where}{key}' = {value!r}, which this runtime cannot "
+            f"do; it can do {shown}."
+        )
+
+    def ignore(self, *keys: str) -> None:
+        """Mark keys without effect on the function as read."""
+        self._read.update(keys)
+
+    def section(self, key: str) -> SourceConfig | None:
+        """A nested dictionary, its keys counted too; None where it is absent or null.
+
+        Raises: ValueError where the value is no dictionary.
+        """
+        value = self.take(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise ValueError(f"'{self._where}{key}' is {value!r}, not a group of keys.")
+        inner = SourceConfig(value, f"{self._where}{key}.")
+        self._sections.append(inner)
+        return inner
+
+    def unused(self) -> list[str]:
+        """Dotted names of the keys that nobody read."""
+        own = [f"{self._where}{key}" for key in self._values if key not in self._read]
+        return sorted(own + [key for inner in self._sections for key in inner.unused()])
+
+    def check_all_read(self) -> None:
+        """Raises: ValueError naming every key that nobody read, with the nearest known one."""
+        known = sorted(self._known())
+        unread = [f"'{key}'.{_nearest(key, known)}" for key in self.unused()]
+        if unread:
+            raise ValueError(
+                f"{len(unread)} keys of the source config have no known meaning, so the model "
+                "would not be the published one: " + " ".join(unread)
+            )
+
+    def _known(self) -> set[str]:
+        own = {f"{self._where}{key}" for key in self._read}
+        return own.union(*(inner._known() for inner in self._sections))
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """' Did you mean ...?' or nothing: the list of all known keys would hide the message."""
+    hint = nearest_name(key, known)
+    return hint if hint.startswith(" Did") else ""

@@ -1,0 +1,300 @@
+"""How tensors of a published checkpoint and ours correspond; every rule works both ways.
+
+Rules move, cut and join; none computes with the values, so import, export and import again
+give the same bytes. Which rules a family needs is in `families/`; files are not read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from depthdial.config import nearest_name
+
+Get = Callable[[str], Tensor]
+"""Name -> tensor, of the source or of ours."""
+
+
+class TensorRule(Protocol):
+    """Correspondence of some source tensors and some of ours."""
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Source tensors that the rule accounts for."""
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        """Our tensors that the rule fills."""
+
+    @property
+    def may_be_absent(self) -> bool:
+        """The source is complete without the rule's tensors."""
+
+    @property
+    def is_exported(self) -> bool:
+        """Export writes it where nothing is known about an earlier source."""
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        """Our tensors from the source's. Raises: ValueError for a shape or value that differs."""
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        """The source's tensors from ours."""
+
+
+@dataclass(frozen=True)
+class Rename:
+    """The same tensor under another name."""
+
+    source: str
+    ours: str
+    may_be_absent: bool = False
+    is_exported: bool = True
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return (self.ours,)
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        return {self.ours: get(self.source)}
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        return {self.source: get(self.ours)}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One source tensor that holds several of ours, one after another along the first dimension.
+
+    Args: ours, sizes: our names and their rows; source_shape: the source's own shape where it is
+        not [sum of sizes, ...].
+    """
+
+    source: str
+    ours: tuple[str, ...]
+    sizes: tuple[int, ...]
+    source_shape: tuple[int, ...] | None = None
+    may_be_absent: bool = False
+    is_exported: bool = True
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return self.ours
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        whole = get(self.source)
+        if self.source_shape is not None:
+            _check_shape(self.source, whole, self.source_shape)
+            whole = whole.reshape(sum(self.sizes), -1).squeeze(-1)
+        _check_rows(self.source, whole, sum(self.sizes))
+        parts = whole.split(self.sizes)
+        return {name: part.contiguous() for name, part in zip(self.ours, parts, strict=True)}
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        whole = torch.cat([get(name) for name in self.ours])
+        return {self.source: whole.reshape(self.source_shape or whole.shape)}
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """One source tensor of equal blocks of rows, which ours hold in another grouping and order.
+
+    Args: rows: of one block; ours: our name -> numbers of the source's blocks that it joins.
+    """
+
+    source: str
+    rows: int
+    ours: Mapping[str, tuple[int, ...]]
+    may_be_absent: bool = False
+    is_exported: bool = True
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return tuple(self.ours)
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        whole = get(self.source)
+        _check_rows(self.source, whole, self.rows * sum(map(len, self.ours.values())))
+        blocks = whole.split(self.rows)
+        return {name: torch.cat([blocks[i] for i in idx]) for name, idx in self.ours.items()}
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        blocks: dict[int, Tensor] = {}
+        for name, idx in self.ours.items():
+            blocks |= zip(idx, get(name).split(self.rows), strict=True)
+        return {self.source: torch.cat([blocks[i] for i in sorted(blocks)])}
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """The same values in another shape."""
+
+    source: str
+    ours: str
+    source_shape: tuple[int, ...]
+    our_shape: tuple[int, ...]
+    may_be_absent: bool = False
+    is_exported: bool = True
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return (self.ours,)
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        tensor = get(self.source)
+        _check_shape(self.source, tensor, self.source_shape)
+        return {self.ours: tensor.reshape(self.our_shape)}
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        return {self.source: get(self.ours).reshape(self.source_shape)}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A source tensor that repeats another one, such as a tied head: checked, not stored again.
+
+    Args: source: the repeated tensor; same_as: source name of the tensor it repeats; ours: our
+        name of that tensor.
+    """
+
+    source: str
+    same_as: str
+    ours: str
+    may_be_absent: bool = True
+    is_exported: bool = True
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return ()
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        if not torch.equal(get(self.source), get(self.same_as)):
+            raise ValueError(
+                f"tensor '{self.source}' differs from '{self.same_as}', although the source "
+                "config says that they are tied; one of the two is damaged."
+            )
+        return {}
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        return {self.source: get(self.ours)}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A source tensor that the config determines, such as a rotary table: checked, not stored.
+
+    Args: make: computes it in float32; tolerance: largest absolute difference that is taken for
+        rounding (of another library, or of a 16-bit dtype).
+    """
+
+    source: str
+    make: Callable[[], Tensor]
+    tolerance: float = 1e-4
+    may_be_absent: bool = True
+    is_exported: bool = True
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return ()
+
+    def to_ours(self, get: Get) -> dict[str, Tensor]:
+        stored, made = get(self.source), self.make()
+        _check_shape(self.source, stored, tuple(made.shape))
+        # A 16-bit table is off by half a unit in the last place, relative to its largest value.
+        rounding = torch.finfo(stored.dtype).eps * made.abs().max().item()
+        worst = (stored.float() - made).abs().max().item()
+        if not worst <= max(self.tolerance, rounding):
+            raise ValueError(
+                f"tensor '{self.source}' differs by {worst:.3g} from what the source config "
+                "determines; the checkpoint is damaged, or made by code with other constants."
+            )
+        return {}
+
+    def to_source(self, get: Get) -> dict[str, Tensor]:
+        return {self.source: self.make()}
+
+    def reproduces(self, stored: Tensor) -> bool:
+        """Export would write the very same bytes; where not, the import must keep the tensor."""
+        made = self.make()
+        return made.dtype == stored.dtype and torch.equal(made, stored)
+
+
+def select_rules(rules: Sequence[TensorRule], stored: Iterable[str]) -> list[TensorRule]:
+    """The rules of a checkpoint that holds the tensors named `stored`.
+
+    Raises: ValueError naming every tensor that no rule accounts for, with the nearest known name,
+        and every tensor that a rule needs and the checkpoint lacks.
+    """
+    present = set(stored)
+    by_name = {name: rule for rule in rules for name in rule.source_names}
+    problems = [
+        f"unknown tensor '{name}'.{_nearest(name, by_name)}"
+        for name in sorted(present - by_name.keys())
+    ]
+    missing = [
+        name for name, rule in by_name.items() if name not in present and not rule.may_be_absent
+    ]
+    problems += [f"missing tensor '{name}'." for name in sorted(missing)]
+    if problems:
+        shown, more = problems[:8], len(problems) - 8
+        raise ValueError(" ".join(shown) + (f" ... and {more} more." if more > 0 else ""))
+    return [rule for rule in rules if present.issuperset(rule.source_names)]
+
+
+def rules_to_export(rules: Sequence[TensorRule], origin: Iterable[str] | None) -> list[TensorRule]:
+    """The rules that an export writes.
+
+    Args: origin: tensor names of the source that the model came from, written again exactly;
+        None for a model of our own.
+    """
+    if origin is None:
+        return [rule for rule in rules if rule.is_exported]
+    return select_rules(rules, origin)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    hint = nearest_name(name, list(known))
+    return hint if hint.startswith(" Did") else ""
+
+
+def _check_rows(name: str, tensor: Tensor, rows: int) -> None:
+    if tensor.ndim == 0 or tensor.shape[0] != rows:
+        raise ValueError(
+            f"tensor '{name}' has shape {list(tensor.shape)}, but the source config asks for "
+            f"{rows} rows."
+        )
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"tensor '{name}' has shape {list(tensor.shape)}, but the source config asks for "
+            f"{list(shape)}."
+        )
