@@ -1,16 +1,20 @@
-"""Fields of a training run: data, depth draws, optimizer, length.
+"""Fields of a training run: data, depth draws, objective, optimizer, length.
 
-The base class is in `config_base.py`, the model in `config_model.py`.
+Rules between the parts of a recipe are in `config_recipe_checks.py`, the base class in
+`config_base.py`, the model in `config_model.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from depthdial.config_base import Fraction, PositiveFloat, PositiveInt, StrictConfig
+from depthdial.config_base import Fraction, PositiveFloat, PositiveInt, StrictConfig, set_dotted
 from depthdial.config_model import ModelConfig
+from depthdial.config_recipe_checks import check_depth, check_recipe
+from depthdial.config_text import read_mapping
 
 SamplerName = Literal[
     "fixed",
@@ -19,6 +23,8 @@ SamplerName = Literal[
     "independent_uniform",
     "independent_weighted",
     "override",
+    "poisson_lognormal",
+    "poisson_truncated",
 ]
 
 
@@ -34,7 +40,8 @@ class DataConfig(StrictConfig):
     context: PositiveInt
     """Tokens per row."""
     tokenizer_vocab: PositiveInt | None = None
-    """Size of the byte-level BPE trained on a named corpus; only with `corpus`."""
+    """Size of the byte-level BPE trained on a named corpus, which needs it unless train.init
+    brings a tokenizer; only with `corpus`."""
     isolate_documents: bool = True
     """Documents packed into one row do not attend to each other."""
     cache_dir: str = "data"
@@ -47,7 +54,7 @@ class DataConfig(StrictConfig):
             raise ValueError(
                 f"data needs exactly one of path, corpus, task; got {given or 'none of them'}."
             )
-        if (self.corpus is None) != (self.tokenizer_vocab is None):
+        if self.corpus is None and self.tokenizer_vocab is not None:
             raise ValueError("tokenizer_vocab goes with corpus, and corpus needs it.")
         if self.task is not None and not self.isolate_documents:
             raise ValueError(f"isolate_documents has no effect with task='{self.task}'.")
@@ -55,47 +62,88 @@ class DataConfig(StrictConfig):
 
 
 class DepthConfig(StrictConfig):
-    """How loop counts are drawn in training (ELR section 4)."""
+    """How loop counts are drawn in training, and how far back the gradient goes."""
 
     sampler: SamplerName = "override"
     """fixed; sync_*: one draw for all slices; independent_*: one per slice; override: one majority
-    draw, and a rotating fraction of the slices runs one loop."""
+    draw, and a rotating fraction of the slices runs one loop (ELR section 4). poisson_lognormal:
+    1 + Poisson(LogNormal), one draw for all slices (arXiv 2502.05171); poisson_truncated: at
+    least 1 of Poisson, one draw per slice (arXiv 2604.12946). Both stop at model.max_loops."""
     fixed_loops: PositiveInt | None = None
     """Loop count of the fixed sampler; only with it."""
+    mean_loops: PositiveInt | None = None
+    """Mean of the Poisson rate; only with the two Poisson samplers, which need it."""
     override_frac: Fraction = 0.0
     """Fraction of slices forced to one loop; the weighted samplers take their marginals from it."""
     num_depth_slices: PositiveInt = 8
     """Fixed slices of the global batch; each runs one loop count."""
     depth_scope: Literal["step", "slice_group"] = "step"
     """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices
-    (sync_* and override only). The override rotates over all slices of the step either way."""
+    (sync_*, override, poisson_lognormal). The override rotates over all slices of the step."""
     slices_per_draw: PositiveInt | None = None
     """Slices that share one majority draw; only with slice_group."""
+    backprop_loops: PositiveInt | None = None
+    """The gradient goes back through the last so many loops; earlier ones run without one. null
+    for all loops. During a curriculum of a Poisson sampler at most its present mean."""
+    curriculum: Literal["none", "linear", "one_minus_sqrt"] = "none"
+    """How mean_loops (Poisson), fixed_loops or the largest draw rises from 1 to its full value
+    after the switch: u, or 1 - sqrt(1 - u) of it, rounded up, with u the finished fraction of the
+    rise."""
+    curriculum_frac: Fraction = 0.0
+    """Fraction of the steps that the rise takes; only with a curriculum, which needs it."""
     switch_frac: Fraction = 0.0
     """Fraction of the steps that run one loop before mixed depth (and modulation) starts."""
 
     @model_validator(mode="after")
     def _options_have_effect(self) -> Self:
-        if (self.sampler == "fixed") != (self.fixed_loops is not None):
-            raise ValueError("fixed_loops goes with sampler='fixed', and that sampler needs it.")
-        uses_frac = self.sampler in ("override", "sync_weighted", "independent_weighted")
-        if self.override_frac and not uses_frac:
+        check_depth(self)
+        return self
+
+
+class DistillConfig(StrictConfig):
+    """Forward divergence from a frozen teacher, KL(teacher || student), beside cross entropy."""
+
+    weight: PositiveFloat
+    """Weight of the divergence in nats per token; cross entropy has weight 1."""
+    teacher: str | None = None
+    """Model directory of the teacher, of the same token ids; null for that of train.init."""
+    teacher_loops: PositiveInt = 1
+    """Loops that the teacher runs."""
+    rows: Literal["all", "one_loop"] = "all"
+    """Rows that are compared: all at their own loop count, or those that run one loop (which
+    keeps the shallow model near the teacher and leaves the deep one free)."""
+
+
+class TrajectoryConfig(StrictConfig):
+    """A second, shorter path of random steps beside the drawn one (arXiv 2602.11451).
+
+    A path of L loops has steps of 1/L; its short path has 1 to L - 1 loops, each of a random
+    multiple of 1/L, which add up to 1. Models without time_step modulation see the fewer loops.
+    """
+
+    short_weight: Annotated[float, Field(ge=0.0)] = 0.1
+    """Weight of the short path's cross entropy."""
+    consistency_weight: Annotated[float, Field(ge=0.0)] = 0.1
+    """Weight of the mean squared difference between the outputs of both paths, after the final
+    norm; the long path's is the fixed target."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        if not self.short_weight and not self.consistency_weight:
             raise ValueError(
-                f"override_frac={self.override_frac} has no effect with sampler='{self.sampler}'."
-            )
-        if (self.depth_scope == "slice_group") != (self.slices_per_draw is not None):
-            raise ValueError("slices_per_draw goes with depth_scope='slice_group', which needs it.")
-        if self.depth_scope == "slice_group" and not self.sampler.startswith(("sync", "over")):
-            raise ValueError(
-                f"depth_scope='slice_group' has no effect with sampler='{self.sampler}'; it goes "
-                "with sync_uniform, sync_weighted and override."
-            )
-        if self.slices_per_draw and self.num_depth_slices % self.slices_per_draw:
-            raise ValueError(
-                f"num_depth_slices={self.num_depth_slices} is not a multiple of "
-                f"slices_per_draw={self.slices_per_draw}."
+                "short_weight=0 with consistency_weight=0 has no effect; give one of them a "
+                "weight, or set trajectory to null."
             )
         return self
+
+
+class ObjectiveConfig(StrictConfig):
+    """What is minimised beside the cross entropy of every row at its loop count."""
+
+    distill: DistillConfig | None = None
+    """Divergence from a teacher; null for none."""
+    trajectory: TrajectoryConfig | None = None
+    """Consistency with a shorter path; null for none."""
 
 
 class OptimConfig(StrictConfig):
@@ -123,6 +171,11 @@ class OptimConfig(StrictConfig):
     """Learning rate at the last step, as a fraction of the peak."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`*`, `?`, `[...]`) of names of parameters that are not trained."""
+    lr_by_pattern: dict[str, PositiveFloat] = {}
+    """Pattern of parameter names -> peak learning rate in place of lr or adamw_lr; no parameter
+    may match two of them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -149,6 +202,9 @@ class TrainConfig(StrictConfig):
     """Rows per forward, whole slices; null for the whole batch. Changes memory, not results."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of initial weights, data order and depth draws."""
+    init: str | None = None
+    """Model directory to start from: its weights, its config as the recipe's model, and its
+    tokenizer for the text; null for new weights."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """bf16: matrix products in bfloat16 by autocast, weights and state in float32."""
     compile: bool = False
@@ -178,37 +234,78 @@ class Recipe(StrictConfig):
     """Training rows."""
     depth: DepthConfig = DepthConfig()
     """Loop counts during training."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """Terms of the loss beside cross entropy."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
     train: TrainConfig
     """Steps, batch, output."""
 
+    @classmethod
+    def from_file(cls, path: str | Path, *, init: str | None = None) -> Self:
+        """Read a recipe; `init` as its train.init, in place of a model section.
+
+        Raises: FileNotFoundError or ValueError.
+        """
+        if init is None:
+            return super().from_file(path)
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no config file at {path}")
+        try:
+            return cls.from_dict(_started_from(read_mapping(path), init))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from plain JSON types; without `model`, that of the folder train.init.
+
+        Raises: ValueError as for every config; FileNotFoundError if that folder has no config.
+        """
+        train = values.get("train")
+        init = train.get("init") if isinstance(train, dict) else None
+        if isinstance(init, str) and values.get("model") is None:
+            values = values | {"model": _model_values(init)}
+        return super().from_dict(values)
+
+    def replace(self, **changes: Any) -> Self:
+        """Copy with some keys changed. Naming train.init takes the model of that folder in place
+        of this recipe's; changes of `model` keys then apply to it."""
+        init = changes.get("train.init")
+        if init is None:
+            return super().replace(**changes)
+        started = type(self).from_dict(_started_from(self.to_dict(), init))
+        return super(Recipe, started).replace(**changes)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        slices, batch = self.depth.num_depth_slices, self.train.batch_size
-        if batch % slices:
-            raise ValueError(
-                f"train.batch_size={batch} is not a multiple of depth.num_depth_slices={slices}."
-            )
-        micro, rows_per_slice = self.train.micro_batch_size or batch, batch // slices
-        if micro % rows_per_slice or batch % micro:
-            raise ValueError(
-                f"train.micro_batch_size={micro} must hold whole slices of {rows_per_slice} rows "
-                f"and divide train.batch_size={batch}."
-            )
-        if self.data.context > self.model.max_context:
-            raise ValueError(
-                f"data.context={self.data.context} exceeds model.max_context="
-                f"{self.model.max_context}."
-            )
-        if self.model.max_loops == 1 and self.depth.override_frac:
-            raise ValueError(
-                f"depth.override_frac={self.depth.override_frac} has no effect with "
-                "model.max_loops=1: every slice runs one loop."
-            )
-        fixed = self.depth.fixed_loops
-        if fixed is not None and fixed > self.model.max_loops:
-            raise ValueError(
-                f"depth.fixed_loops={fixed} exceeds model.max_loops={self.model.max_loops}."
-            )
+        check_recipe(self)
         return self
+
+
+def _started_from(values: dict[str, Any], init: str) -> dict[str, Any]:
+    """A recipe's values with the folder's model, and without a tokenizer of their own."""
+    values = values | {"model": _model_values(init)}
+    set_dotted(values, "train.init", init)
+    if isinstance(values.get("data"), dict):
+        values["data"] = values["data"] | {"tokenizer_vocab": None}
+    return values
+
+
+def _model_values(folder: str) -> dict[str, Any]:
+    """config.json of a model directory, as plain values."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"train.init='{folder}' is no model directory: it has no config.json. Give the folder "
+            "that `depthdial import`, `depthdial convert` or a checkpoint of `depthdial train` "
+            "wrote."
+        )
+    values = read_mapping(path)
+    if "model_type" not in values:
+        raise ValueError(
+            f"{path} is not the config of a model (it has no model_type). Of a run, give a folder "
+            "below its checkpoints/."
+        )
+    return values

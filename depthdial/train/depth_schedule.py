@@ -1,30 +1,37 @@
 """How many loops each depth slice runs at each optimizer step, as a pure function.
 
-Here live the samplers, the rotating override, the late switch, and the marginals they
-promise. No random state exists anywhere: a draw depends on (seed, step, slice) alone, so any
-process can compute any other's and a resumed run repeats them. What the drawn loop count
-costs is in `model/count.py`. `loops` below is k, `max_loops` is K.
+Here live the samplers, the rotating override, the late switch, the rise of a curriculum, the
+loops without gradient, and the marginals they promise. No random state exists anywhere: a draw
+depends on (seed, step, slice) alone, so any process can compute any other's and a resumed run
+repeats them. What the drawn loop count costs is in `model/count.py`. `loops` below is k,
+`max_loops` is K.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal, Self
 
-import numpy as np
-
 from depthdial.config import DepthConfig, SamplerName
+from depthdial.config_recipe_checks import (
+    FRACTION_SAMPLERS,
+    POISSON_SAMPLERS,
+    SHARED_DRAW_SAMPLERS,
+)
+from depthdial.train.curriculum import Curriculum, risen_loops
+from depthdial.train.poisson_depth import (
+    BITS_PER_DRAW,
+    PoissonSampler,
+    poisson_loops,
+    poisson_probabilities,
+)
+from depthdial.train.random_bits import DEPTH_STREAM, RANDOM_BITS, random_bits
 
-# High key word of the counter-based generator: keeps depth draws apart from any other
-# stream that takes the same seed.
-DEPTH_STREAM = 0xDE97
-RANDOM_BITS = 64
-
-INDEPENDENT_SAMPLERS = ("independent_uniform", "independent_weighted")
+INDEPENDENT_SAMPLERS = ("independent_uniform", "independent_weighted", "poisson_truncated")
 WEIGHTED_SAMPLERS = ("sync_weighted", "independent_weighted")
-FRACTION_SAMPLERS = (*WEIGHTED_SAMPLERS, "override")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +39,8 @@ class DepthSchedule:
     """Everything a depth draw depends on, apart from the step and the slice.
 
     Fields as in `DepthConfig`; `max_loops` is the largest loop count drawn, `switch_step` the
-    first step with mixed depth (every earlier step runs one loop).
+    first step with mixed depth (every earlier step runs one loop), `curriculum_steps` the length
+    of the rise that begins there.
     Raises: ValueError for a value out of range or an option that has no effect.
     """
 
@@ -44,12 +52,19 @@ class DepthSchedule:
     switch_step: int = 0
     depth_scope: Literal["step", "slice_group"] = "step"
     slices_per_draw: int | None = None
+    mean_loops: int | None = None
+    backprop_loops: int | None = None
+    curriculum: Curriculum = "none"
+    curriculum_steps: int = 0
 
     @classmethod
     def from_config(
         cls, config: DepthConfig, *, max_loops: int, seed: int, total_steps: int
     ) -> Self:
-        """Resolve the switch fraction into a step; half a step is rounded down."""
+        """Resolve the fractions into steps; half a step is rounded down.
+
+        A rise of no whole step is none: the full depth holds from the switch on.
+        """
         return cls(
             sampler=config.sampler,
             max_loops=max_loops,
@@ -59,6 +74,10 @@ class DepthSchedule:
             switch_step=int(_decimal(config.switch_frac) * total_steps),
             depth_scope=config.depth_scope,
             slices_per_draw=config.slices_per_draw,
+            mean_loops=config.mean_loops,
+            backprop_loops=config.backprop_loops,
+            curriculum=config.curriculum,
+            curriculum_steps=int(_decimal(config.curriculum_frac) * total_steps),
         )
 
     def __post_init__(self) -> None:
@@ -85,11 +104,24 @@ class DepthSchedule:
             raise ValueError("slices_per_draw goes with depth_scope='slice_group', which needs it.")
         if self.slices_per_draw is not None and self.slices_per_draw < 1:
             raise ValueError(f"slices_per_draw={self.slices_per_draw} must be at least 1.")
-        if self.depth_scope == "slice_group" and self.sampler in ("fixed", *INDEPENDENT_SAMPLERS):
+        if (self.poisson_sampler is None) != (self.mean_loops is None):
+            raise ValueError("mean_loops goes with the Poisson samplers, and they need it.")
+        for name, given in (
+            ("mean_loops", self.mean_loops),
+            ("backprop_loops", self.backprop_loops),
+        ):
+            if given is not None and given < 1:
+                raise ValueError(f"{name}={given} must be at least 1.")
+        if self.depth_scope == "slice_group" and self.sampler not in SHARED_DRAW_SAMPLERS:
             raise ValueError(
                 f"depth_scope='slice_group' has no effect with sampler='{self.sampler}', which "
                 "makes no draw that slices share. Use depth_scope='step'."
             )
+
+    @property
+    def poisson_sampler(self) -> PoissonSampler | None:
+        """The sampler if it is one of the Poisson samplers."""
+        return self.sampler if self.sampler in POISSON_SAMPLERS else None
 
     @cached_property
     def exact_frac(self) -> Fraction:
@@ -113,13 +145,53 @@ def num_loops_at(schedule: DepthSchedule, *, step: int, slice_idx: int, num_slic
     _check_step_and_slices(schedule, step=step, num_slices=num_slices)
     if step < schedule.switch_step:
         return 1
+    risen = risen_loops_at(schedule, step=step)
     if schedule.fixed_loops is not None:
-        return schedule.fixed_loops
+        return risen
     if schedule.sampler == "override" and _is_overridden(schedule, step, slice_idx, num_slices):
         return 1
     forced_share = schedule.exact_frac if schedule.sampler in WEIGHTED_SAMPLERS else Fraction(0)
-    bits = _random_bits(schedule.seed, step=step, draw_idx=_draw_idx(schedule, slice_idx))
-    return _loops_from_bits(bits, max_loops=schedule.max_loops, forced_share=forced_share)
+    bits = random_bits(
+        schedule.seed,
+        stream=DEPTH_STREAM,
+        step=step,
+        draw_idx=draw_idx(schedule, slice_idx),
+        count=BITS_PER_DRAW,
+    )
+    if schedule.poisson_sampler is not None:
+        return poisson_loops(
+            bits,
+            sampler=schedule.poisson_sampler,
+            mean_loops=risen,
+            max_loops=schedule.max_loops,
+        )
+    return _loops_from_bits(bits[0], max_loops=risen, forced_share=forced_share)
+
+
+def risen_loops_at(schedule: DepthSchedule, *, step: int) -> int:
+    """Mean (Poisson), fixed count or largest draw at a step from the switch on."""
+    full_loops = schedule.fixed_loops or schedule.mean_loops or schedule.max_loops
+    return risen_loops(
+        schedule.curriculum,
+        full_loops,
+        step=step - schedule.switch_step,
+        num_steps=schedule.curriculum_steps,
+    )
+
+
+def no_grad_loops_at(schedule: DepthSchedule, *, step: int, num_loops: int) -> int:
+    """Loops, from the first, that a row of `num_loops` runs without gradient at a step.
+
+        n = max(0, k - b): the gradient goes through the last b of all k loops.
+
+    During the rise of a Poisson mean r(t), b is at most r(t) (arXiv 2511.07384).
+    """
+    if schedule.backprop_loops is None:
+        return 0
+    window = schedule.backprop_loops
+    if schedule.poisson_sampler is not None and step >= schedule.switch_step:
+        window = min(window, risen_loops_at(schedule, step=step))
+    return max(0, num_loops - window)
 
 
 def loops_for_step(schedule: DepthSchedule, *, step: int, num_slices: int) -> tuple[int, ...]:
@@ -143,31 +215,45 @@ def overridden_slices(schedule: DepthSchedule, *, step: int, num_slices: int) ->
 
 
 def depth_probabilities(schedule: DepthSchedule) -> tuple[float, ...]:
-    """Long-run share of slices at k = 1..max_loops after the switch; element k - 1 is p_k.
+    """Long-run share of slices at k = 1..max_loops after switch and rise; element k - 1 is p_k.
 
         p_1 = 1/K + (1 - 1/K) f,  p_k = (1 - f)/K for k > 1
 
-    with f = 0 for the uniform samplers. Source: ELR section 4.
+    with f = 0 for the uniform samplers; see `poisson_depth.py` for the Poisson samplers.
+    Source: ELR section 4.
     """
     if schedule.fixed_loops is not None:
         return tuple(float(k == schedule.fixed_loops) for k in range(1, schedule.max_loops + 1))
+    if schedule.poisson_sampler is not None:
+        assert schedule.mean_loops is not None, "checked when the schedule was made"
+        return poisson_probabilities(
+            schedule.poisson_sampler,
+            mean_loops=schedule.mean_loops,
+            max_loops=schedule.max_loops,
+        )
     return tuple(float(p) for p in _drawn_probabilities(schedule))
 
 
 def mean_loops(schedule: DepthSchedule) -> float:
-    """Mean k after the switch: f + (1 - f)(K + 1)/2, or `fixed_loops`."""
+    """Mean k after switch and rise: f + (1 - f)(K + 1)/2, `fixed_loops`, or of the Poisson."""
     if schedule.fixed_loops is not None:
         return float(schedule.fixed_loops)
-    probabilities = _drawn_probabilities(schedule)
-    return float(sum(k * p for k, p in enumerate(probabilities, start=1)))
+    return float(sum(k * p for k, p in enumerate(_probabilities(schedule), start=1)))
 
 
 def executed_loop_shares(schedule: DepthSchedule) -> tuple[float, ...]:
     """Share of slices that execute loop i = 1..max_loops: the sum of p_k over k >= i."""
     if schedule.fixed_loops is not None:
         return tuple(float(i <= schedule.fixed_loops) for i in range(1, schedule.max_loops + 1))
-    probabilities = _drawn_probabilities(schedule)
+    probabilities = _probabilities(schedule)
     return tuple(float(sum(probabilities[i:])) for i in range(schedule.max_loops))
+
+
+def _probabilities(schedule: DepthSchedule) -> Sequence[Fraction] | Sequence[float]:
+    """p_k of a sampler that draws, exact where it is a fraction."""
+    if schedule.poisson_sampler is not None:
+        return depth_probabilities(schedule)
+    return _drawn_probabilities(schedule)
 
 
 def _drawn_probabilities(schedule: DepthSchedule) -> list[Fraction]:
@@ -202,25 +288,13 @@ def _is_overridden(schedule: DepthSchedule, step: int, slice_idx: int, num_slice
     return (slice_idx - first) % num_slices < num_forced
 
 
-def _draw_idx(schedule: DepthSchedule, slice_idx: int) -> int:
+def draw_idx(schedule: DepthSchedule, slice_idx: int) -> int:
     """Number of the draw, within its step, that this slice takes part in."""
     if schedule.sampler in INDEPENDENT_SAMPLERS:
         return slice_idx
     if schedule.slices_per_draw is not None:
         return slice_idx // schedule.slices_per_draw
     return 0
-
-
-def _random_bits(seed: int, *, step: int, draw_idx: int) -> int:
-    """64 random bits of one position.
-
-    Raw bits, because numpy promises a fixed stream for a bit generator but not for the
-    distributions drawn from it. The lowest 64 bits of the counter are the
-    generator's own.
-    """
-    key = seed | DEPTH_STREAM << 64
-    counter = draw_idx << 64 | step << 128
-    return int(np.random.Philox(key=key, counter=counter).random_raw())
 
 
 def _loops_from_bits(bits: int, *, max_loops: int, forced_share: Fraction) -> int:
