@@ -1,24 +1,73 @@
 """Grouped-query attention over a key/value slot; it knows neither loops nor caches.
 
 Letters: B batch, T query tokens, D model width, H query heads, G key/value heads,
-C channels per head.
+C channels per head, V vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
+import torch
 from torch import Tensor, nn
 
-from depthdial.layers.primitives import RMSNorm, RotaryTable, rotate
+from depthdial.layers.primitives import (
+    Deltas,
+    RMSNorm,
+    RotaryTable,
+    project,
+    rms_normalise,
+    rotate,
+)
 from depthdial.layers.state import AttentionMask, KVSlot
+
+VALUE_GATE_CHANNELS = 32
+"""Input channels that the gate of a value embedding reads."""
+
+
+class AttentionView(NamedTuple):
+    """What one kind of attention layer knows of this call's tokens.
+
+    Fields:
+        mask: who may attend to whom, this layer's window included.
+        rotary: None where nothing rotates.
+        local_mask: of a slot's own keys where it also shares the first loop's; else None.
+        tokens_BT: ids, for value embeddings.
+    """
+
+    mask: AttentionMask
+    rotary: RotaryTable | None
+    local_mask: AttentionMask | None
+    tokens_BT: Tensor
+
+
+class HeadGate(nn.Module):
+    """sigmoid(w_h . q_h + b_h): one number per head and token."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_heads, head_dim))
+        self.bias = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(self, q_BTHC: Tensor) -> Tensor:
+        """Returns: [B, T, H, 1]."""
+        # fp32: a gate near 0 or 1 must not move in steps of half a percent.
+        logits = (q_BTHC.float() * self.weight.float()).sum(dim=-1) + self.bias.float()
+        return torch.sigmoid(logits)[..., None].to(q_BTHC.dtype)
 
 
 class Attention(nn.Module):
-    """Rotary grouped-query attention (arXiv 2305.13245), no biases.
+    """Grouped-query attention (arXiv 2305.13245).
 
     Args:
         d_model: D; num_heads: H; num_kv_heads: G, divides H; head_dim: C, free of D / H.
-        qk_norm: RMS-normalise each query and key head before rotation (arXiv 2010.04245).
-        norm_eps: of those norms.
+        qk_norm: `rms` before rotation with gains (arXiv 2010.04245), or `rms_after_rotary`
+            without; qk_norm_eps: of those norms.
+        bias: which projections have biases.
+        interleaved: neighbouring channels rotate together.
+        has_output_gate: multiply the heads' output by sigmoid(g_proj x).
+        value_vocab: size of the value embedding added to v; None for none.
+        mixes_loops: has the gate between the first loop's keys and the slot's own.
     """
 
     def __init__(
@@ -28,30 +77,89 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        qk_norm: bool,
-        norm_eps: float,
+        qk_norm: Literal["none", "rms", "rms_after_rotary"] = "none",
+        qk_norm_eps: float = 1e-6,
+        bias: Literal["none", "qk", "qkv", "qkvo"] = "none",
+        interleaved: bool = False,
+        has_output_gate: bool = False,
+        value_vocab: int | None = None,
+        mixes_loops: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
-        self.q_proj = nn.Linear(d_model, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(d_model, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(d_model, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, d_model, bias=False)
-        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.qk_norm = qk_norm
+        self.qk_norm_eps = qk_norm_eps
+        self.interleaved = interleaved
+        query_width, key_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = nn.Linear(d_model, query_width, bias="q" in bias)
+        self.k_proj = nn.Linear(d_model, key_width, bias="k" in bias)
+        self.v_proj = nn.Linear(d_model, key_width, bias="v" in bias)
+        self.o_proj = nn.Linear(query_width, d_model, bias="qkvo" == bias)
+        self.g_proj = nn.Linear(d_model, query_width, bias=False) if has_output_gate else None
+        has_gains = qk_norm == "rms"
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps) if has_gains else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps) if has_gains else None
+        self.value_embedding = self.value_gate = None
+        if value_vocab is not None:
+            self.value_embedding = nn.Embedding(value_vocab, key_width)
+            gate_width = min(VALUE_GATE_CHANNELS, d_model)
+            self.value_gate = nn.Linear(gate_width, num_kv_heads, bias=False)
+        self.mix_gate = HeadGate(num_heads, head_dim) if mixes_loops else None
 
     def forward(
-        self, x_BTD: Tensor, *, slot: KVSlot, mask: AttentionMask, rotary: RotaryTable
+        self, x_BTD: Tensor, *, slot: KVSlot, view: AttentionView, deltas: Deltas | None = None
     ) -> Tensor:
         """Returns: the branch output [B, T, D], without the residual."""
-        q_BTHC = self.q_proj(x_BTD).unflatten(-1, (self.num_heads, self.head_dim))
-        k_BTGC = self.k_proj(x_BTD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_BTGC = self.v_proj(x_BTD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTHC, k_BTGC = self.q_norm(q_BTHC), self.k_norm(k_BTGC)
-        q_BTHC, k_BTGC = rotate(q_BTHC, rotary), rotate(k_BTGC, rotary)
-        y_BTHC = slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=mask, scale=self.scale)
-        return self.o_proj(y_BTHC.flatten(2))
+        deltas = deltas or {}
+        q_BTHC = project(self.q_proj, x_BTD, deltas.get("q_proj"))
+        q_BTHC = q_BTHC.unflatten(-1, (self.num_heads, self.head_dim))
+        q_BTHC = self._place(q_BTHC, self.q_norm, view.rotary)
+        k_BTGC = v_BTGC = None
+        if not slot.is_read_only:
+            k_BTGC = project(self.k_proj, x_BTD, deltas.get("k_proj"))
+            k_BTGC = k_BTGC.unflatten(-1, (self.num_kv_heads, self.head_dim))
+            k_BTGC = self._place(k_BTGC, self.k_norm, view.rotary)
+            v_BTGC = self._values(x_BTD, view.tokens_BT, deltas)
+        y_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, slot=slot, view=view)
+        y_BTE = y_BTHC.flatten(2)
+        if self.g_proj is not None:
+            y_BTE = y_BTE * torch.sigmoid(project(self.g_proj, x_BTD, deltas.get("g_proj")))
+        return project(self.o_proj, y_BTE, deltas.get("o_proj"))
+
+    def _place(self, x_BTHC: Tensor, norm: RMSNorm | None, rotary: RotaryTable | None) -> Tensor:
+        """Normalise and rotate queries or keys, in the configured order."""
+        if norm is not None:
+            x_BTHC = norm(x_BTHC)
+        if rotary is not None:
+            x_BTHC = rotate(x_BTHC, rotary, interleaved=self.interleaved)
+        if self.qk_norm == "rms_after_rotary":
+            x_BTHC = rms_normalise(x_BTHC, self.qk_norm_eps)
+        return x_BTHC
+
+    def _values(self, x_BTD: Tensor, tokens_BT: Tensor, deltas: Deltas) -> Tensor:
+        v_BTGC = project(self.v_proj, x_BTD, deltas.get("v_proj"))
+        v_BTGC = v_BTGC.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.value_embedding is None or self.value_gate is None:
+            return v_BTGC
+        embedded = self.value_embedding(tokens_BT).unflatten(-1, v_BTGC.shape[2:])
+        gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
+        return v_BTGC + gate_BTG[..., None] * embedded.to(v_BTGC.dtype)
+
+    def _attend(
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        slot: KVSlot,
+        view: AttentionView,
+    ) -> Tensor:
+        if slot.shared is None:
+            return slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=view.mask, scale=self.scale)
+        assert self.mix_gate is not None and view.local_mask is not None
+        own = slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=view.local_mask, scale=self.scale)
+        first = slot.shared.attend(q_BTHC, mask=view.mask, scale=self.scale)
+        return torch.lerp(own, first, self.mix_gate(q_BTHC))

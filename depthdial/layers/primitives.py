@@ -1,16 +1,21 @@
-"""Norm, linear, rotary positions and the SwiGLU MLP.
+"""Norms, linear maps with a low-rank delta, rotary positions, feed-forward MLPs.
 
 Nothing here knows what a loop, a cache or a document is.
-Letters: B batch, T query tokens, D model width, H heads, C channels per head, F hidden width.
+Letters: B batch, T query tokens, D model width, H heads, C channels per head, F hidden width,
+I inputs, O outputs, R low rank.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from depthdial.config import RopeScaling
 
 
 def rms_normalise(x: Tensor, eps: float) -> Tensor:
@@ -32,17 +37,38 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width)) if has_gain else None
 
-    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
-        """Normalise; scale multiplies the gain and broadcasts against x.
+    def forward(
+        self, x: Tensor, *, scale: Tensor | None = None, gain: Tensor | None = None
+    ) -> Tensor:
+        """Normalise; gain replaces the learned one; scale multiplies it and broadcasts against x.
 
         Joined before they meet x: one product over the tokens instead of two, and one reduction
         over them in the backward pass.
         """
         normed = rms_normalise(x, self.eps)
-        gain = self.weight
+        gain = self.weight if gain is None else gain
         if scale is not None:
             gain = scale if gain is None else scale * gain
         return normed if gain is None else normed * gain.to(x.dtype)
+
+
+class LowRankDelta(NamedTuple):
+    """A difference up @ down of a linear map's matrix: down [R, I], up [O, R]."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+
+
+Deltas = Mapping[str, LowRankDelta]
+"""Name of a linear map inside a mixer -> its difference."""
+
+
+def project(linear: nn.Linear, x: Tensor, delta: LowRankDelta | None) -> Tensor:
+    """(W + up down) x + b, the difference applied as two thin products."""
+    y = linear(x)
+    if delta is None:
+        return y
+    return y + F.linear(F.linear(x, delta.down_RI.to(x.dtype)), delta.up_OR.to(x.dtype))
 
 
 class RotaryTable(NamedTuple):
@@ -52,33 +78,104 @@ class RotaryTable(NamedTuple):
     sin: Tensor
 
 
-def rotary_table(
-    positions_BT: Tensor, *, rotary_dim: int, theta: float, dtype: torch.dtype
-) -> RotaryTable:
-    """Angles position * theta^(-2 j / rotary_dim), j < rotary_dim / 2 (arXiv 2104.09864)."""
-    # fp32: a bf16 angle at position 1000 is off by up to 4 radians.
-    doubled = torch.arange(0, rotary_dim, 2, device=positions_BT.device, dtype=torch.float32)
+def rotary_frequencies(
+    rotary_dim: int, theta: float, *, scaling: RopeScaling | None = None
+) -> Tensor:
+    """theta^(-2 j / rotary_dim), j < rotary_dim / 2, slowed down by `scaling`; float32.
+
+    llama3 divides the waves longer than original_context / low_freq_factor by the factor, keeps
+    those shorter than original_context / high_freq_factor, and blends between.
+    """
+    doubled = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
     frequencies = theta ** (-doubled / rotary_dim)
+    if scaling is None:
+        return frequencies
+    slowed = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slowed
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert low is not None and high is not None and scaling.original_context is not None
+    waves_per_context = scaling.original_context * frequencies / (2 * math.pi)
+    kept_share = ((waves_per_context - low) / (high - low)).clamp(0, 1)
+    return slowed + kept_share * (frequencies - slowed)
+
+
+def rotary_table(
+    positions_BT: Tensor,
+    *,
+    rotary_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
+) -> RotaryTable:
+    """Angles position * frequency (arXiv 2104.09864)."""
+    # fp32: a bf16 angle at position 1000 is off by up to 4 radians.
+    frequencies = rotary_frequencies(rotary_dim, theta, scaling=scaling).to(positions_BT.device)
     angles = positions_BT.to(torch.float32)[..., None, None] * frequencies
     return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def rotate(x_BTHC: Tensor, table: RotaryTable) -> Tensor:
-    """Rotate the first channels of each head, halves paired (channel j with j + n/2)."""
+def rotate(x_BTHC: Tensor, table: RotaryTable, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first n channels of each head.
+
+    Channel j turns with j + n/2, or 2j with 2j + 1 if interleaved.
+    """
     half = table.cos.shape[-1]
-    first, second, rest = x_BTHC.split([half, half, x_BTHC.shape[-1] - 2 * half], dim=-1)
     cos, sin = table.cos.to(x_BTHC.dtype), table.sin.to(x_BTHC.dtype)
+    if interleaved:
+        turning, rest = x_BTHC.split([2 * half, x_BTHC.shape[-1] - 2 * half], dim=-1)
+        first, second = turning[..., 0::2], turning[..., 1::2]
+        pairs = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return torch.cat([pairs.flatten(-2), rest], dim=-1)
+    first, second, rest = x_BTHC.split([half, half, x_BTHC.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), no biases (arXiv 2002.05202)."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+    def forward(self, x_BTD: Tensor, *, deltas: Deltas | None = None) -> Tensor:
+        deltas = deltas or {}
+        gate_BTF = project(self.gate_proj, x_BTD, deltas.get("gate_proj"))
+        up_BTF = project(self.up_proj, x_BTD, deltas.get("up_proj"))
+        return project(self.down_proj, F.silu(gate_BTF) * up_BTF, deltas.get("down_proj"))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+def half_relu_squared(x: Tensor) -> Tensor:
+    """relu(x)^2 / 2."""
+    return 0.5 * F.relu(x).square()
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "relu_squared": relu_squared,
+    "half_relu_squared": half_relu_squared,
+}
+
+
+class PlainMLP(nn.Module):
+    """down(act(up(x))), with an activation of `ACTIVATIONS`."""
+
+    def __init__(self, d_model: int, d_ff: int, *, activation: str, bias: bool = False) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x_BTD: Tensor, *, deltas: Deltas | None = None) -> Tensor:
+        deltas = deltas or {}
+        hidden_BTF = ACTIVATIONS[self.activation](
+            project(self.up_proj, x_BTD, deltas.get("up_proj"))
+        )
+        return project(self.down_proj, hidden_BTF, deltas.get("down_proj"))

@@ -1,4 +1,4 @@
-"""What one forward call knows about its tokens: positions, mask, rotary table.
+"""What one forward call knows about its tokens: positions, masks, rotary tables.
 
 Built once per call from tokens, padding, documents and the cache's lengths; read by every
 sublayer of every loop.
@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from depthdial.config import ModelConfig
+from depthdial.config import SLIDING, ModelConfig
+from depthdial.layers.attention import AttentionView
 from depthdial.layers.primitives import RotaryTable, rotary_table
 from depthdial.layers.state import (
+    AttentionImpl,
     AttentionMask,
     causal_mask,
     choose_attention,
@@ -29,28 +31,48 @@ class ForwardContext:
     """Tensors of one call, [1 or B, ...].
 
     Fields:
-        positions_BT: rotary positions, restarting at 0 in each document unless given.
-        mask: causality, padding and documents.
-        rotary: cosines and sines of the positions.
+        tokens_BT: ids.
+        positions_BT: restarting at 0 in each document unless given.
+        full: view of layers without a window: mask, rotation, and the local mask of models that
+            mix loops.
+        sliding: view of layers with a sliding window; None where the model has none.
         dtype: of matrix products; the state itself keeps its own.
     """
 
+    tokens_BT: Tensor
     positions_BT: Tensor
-    mask: AttentionMask
-    rotary: RotaryTable
+    full: AttentionView
+    sliding: AttentionView | None
     dtype: torch.dtype
+
+    def view(self, letter: str) -> AttentionView:
+        """The view of an attention layer of this layout letter."""
+        if letter != SLIDING:
+            return self.full
+        assert self.sliding is not None, "a model with sliding layers has their view"
+        return self.sliding
 
     def narrow(self, rows: Tensor) -> ForwardContext:
         """Keep some rows of the batch."""
-        cos, sin = narrow_rows(self.rotary.cos, rows), narrow_rows(self.rotary.sin, rows)
-        positions_BT = narrow_rows(self.positions_BT, rows)
-        assert cos is not None and sin is not None and positions_BT is not None
+        positions_BT, tokens_BT = narrow_rows(self.positions_BT, rows), self.tokens_BT[rows]
+        assert positions_BT is not None
         return replace(
             self,
+            tokens_BT=tokens_BT,
             positions_BT=positions_BT,
-            mask=self.mask.narrow(rows),
-            rotary=RotaryTable(cos, sin),
+            full=_narrow_view(self.full, rows, tokens_BT),
+            sliding=None if self.sliding is None else _narrow_view(self.sliding, rows, tokens_BT),
         )
+
+
+def _narrow_view(view: AttentionView, rows: Tensor, tokens_BT: Tensor) -> AttentionView:
+    rotary = view.rotary
+    if rotary is not None:
+        cos, sin = narrow_rows(rotary.cos, rows), narrow_rows(rotary.sin, rows)
+        assert cos is not None and sin is not None
+        rotary = RotaryTable(cos, sin)
+    local_mask = None if view.local_mask is None else view.local_mask.narrow(rows)
+    return AttentionView(view.mask.narrow(rows), rotary, local_mask, tokens_BT)
 
 
 def compute_dtype(device: torch.device, weight_dtype: torch.dtype) -> torch.dtype:
@@ -58,6 +80,35 @@ def compute_dtype(device: torch.device, weight_dtype: torch.dtype) -> torch.dtyp
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return weight_dtype
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Which source tokens each query may attend to, before any window.
+
+    Fields:
+        allowed_BTS: boolean [1 or B, T, S]; None for plain causal attention in this call.
+        distance_BTS: real tokens between query and source, 0 for itself; meaningless where
+            attention is not allowed.
+    """
+
+    allowed_BTS: Tensor | None
+    distance_BTS: Tensor
+    num_tokens: int
+    num_source_tokens: int
+    impl: AttentionImpl
+    dtype: torch.dtype
+
+    def mask(self, window: int | None) -> AttentionMask:
+        """The mask of layers that see `window` tokens, the query included; None for all."""
+        if self.allowed_BTS is None and window is None:
+            return causal_mask(
+                self.num_tokens, impl=self.impl, dtype=self.dtype, device=self.distance_BTS.device
+            )
+        allowed_BTS = self.distance_BTS >= 0 if self.allowed_BTS is None else self.allowed_BTS
+        if window is not None:
+            allowed_BTS = allowed_BTS & (self.distance_BTS < window)
+        return mask_from_allowed(allowed_BTS, impl=self.impl, dtype=self.dtype)
 
 
 def build_context(
@@ -70,10 +121,10 @@ def build_context(
     padding_mask_BT: Tensor | None = None,
     document_ids_BT: Tensor | None = None,
 ) -> tuple[ForwardContext, CacheCall | None]:
-    """Positions, mask and rotary table of one call.
+    """Positions, masks and rotary tables of one call.
 
     Args:
-        tokens_BT: ids; only the shape and device are read.
+        tokens_BT: ids.
         padding_mask_BT: 1 or True at real tokens, 0 or False at padding, any side.
         document_ids_BT: tokens attend within equal ids only.
 
@@ -84,57 +135,105 @@ def build_context(
     _check_shape("positions_BT", positions_BT, shape)
     _check_shape("document_ids_BT", document_ids_BT, shape)
     real_BT = _real_tokens(padding_mask_BT, shape)
-    num_tokens, device = shape[1], tokens_BT.device
     if cache is None:
         call = None
-        source_tokens = num_tokens
-        allowed_BTS = _allowed_in_call(num_tokens, real_BT, document_ids_BT, device)
+        reach = _reach_in_call(tokens_BT, real_BT, document_ids_BT, dtype=dtype)
     else:
         call = cache.open_call(shape, real_BT=real_BT, document_ids_BT=document_ids_BT)
-        source_tokens = call.num_source_tokens
-        allowed_BTS = _allowed_in_cache(call)
-    impl = choose_attention(dtype, num_source_tokens=source_tokens, device_type=device.type)
-    if allowed_BTS is None:
-        mask = causal_mask(num_tokens, impl=impl, dtype=dtype, device=device)
-        default_positions_BT = torch.arange(num_tokens, device=device)[None]
-    else:
-        mask = mask_from_allowed(allowed_BTS, impl=impl, dtype=dtype)
+        reach = _reach_in_cache(call, dtype=dtype)
+    if positions_BT is None and reach.allowed_BTS is None:
+        positions_BT = torch.arange(shape[1], device=tokens_BT.device)[None]
+    elif positions_BT is None:
         # A token's position is the number of earlier tokens it may attend to: it counts from the
         # first real token of its own document, whatever stands before it in the buffer.
-        default_positions_BT = (allowed_BTS.sum(dim=-1) - 1).clamp(min=0)
-    positions_BT = default_positions_BT if positions_BT is None else positions_BT
-    rotary = rotary_table(
-        positions_BT,
-        rotary_dim=round(config.head_dim * config.rotary_frac),
-        theta=config.rope_theta,
-        dtype=dtype,
+        positions_BT = (reach.allowed_BTS.sum(dim=-1) - 1).clamp(min=0)
+    return _context(tokens_BT, positions_BT, config, reach=reach), call
+
+
+def _context(
+    tokens_BT: Tensor, positions_BT: Tensor, config: ModelConfig, *, reach: _Reach
+) -> ForwardContext:
+    local_window, sliding = config.loop.local_window, config.sliding
+    full = AttentionView(
+        mask=reach.mask(None),
+        rotary=_rotary(
+            positions_BT,
+            config,
+            frac=config.rotary_frac,
+            theta=config.rope_theta,
+            dtype=reach.dtype,
+        ),
+        local_mask=None if local_window is None else reach.mask(local_window),
+        tokens_BT=tokens_BT,
     )
-    return ForwardContext(positions_BT, mask, rotary, dtype), call
+    sliding_view = None
+    if sliding is not None:
+        rotary = _rotary(
+            positions_BT,
+            config,
+            frac=sliding.rotary_frac,
+            theta=sliding.rope_theta,
+            dtype=reach.dtype,
+        )
+        local_mask = None
+        if local_window is not None:
+            local_mask = reach.mask(min(local_window, sliding.window))
+        sliding_view = AttentionView(reach.mask(sliding.window), rotary, local_mask, tokens_BT)
+    return ForwardContext(tokens_BT, positions_BT, full, sliding_view, reach.dtype)
 
 
-def _allowed_in_call(
-    num_tokens: int, real_BT: Tensor | None, document_ids_BT: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Boolean [1 or B, T, T] without cache; None for plain causal attention."""
-    if real_BT is None and document_ids_BT is None:
+def _rotary(
+    positions_BT: Tensor, config: ModelConfig, *, frac: float, theta: float, dtype: torch.dtype
+) -> RotaryTable | None:
+    if config.positions != "rotary":
         return None
-    allowed_BTS = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    return rotary_table(
+        positions_BT,
+        rotary_dim=round(config.head_dim * frac),
+        theta=theta,
+        dtype=dtype,
+        scaling=config.rope_scaling,
+    )
+
+
+def _reach_in_call(
+    tokens_BT: Tensor,
+    real_BT: Tensor | None,
+    document_ids_BT: Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> _Reach:
+    """Without cache: this call's tokens alone."""
+    num_tokens, device = tokens_BT.shape[1], tokens_BT.device
+    impl = choose_attention(dtype, num_source_tokens=num_tokens, device_type=device.type)
+    order_BT = torch.arange(num_tokens, device=device)[None]
+    causal_BTS = order_BT[:, :, None] >= order_BT[:, None, :]
+    allowed_BTS = None if real_BT is None and document_ids_BT is None else causal_BTS
     if real_BT is not None:
-        allowed_BTS = allowed_BTS & real_BT[:, None, :] & real_BT[:, :, None]
+        allowed_BTS = causal_BTS & real_BT[:, None, :] & real_BT[:, :, None]
+        order_BT = real_BT.long().cumsum(dim=1)
     if document_ids_BT is not None:
-        allowed_BTS = allowed_BTS & (document_ids_BT[:, None, :] == document_ids_BT[:, :, None])
-    return allowed_BTS
+        same_BTS = document_ids_BT[:, None, :] == document_ids_BT[:, :, None]
+        allowed_BTS = same_BTS & (causal_BTS if allowed_BTS is None else allowed_BTS)
+    distance_BTS = order_BT[:, :, None] - order_BT[:, None, :]
+    return _Reach(allowed_BTS, distance_BTS, num_tokens, num_tokens, impl, dtype)
 
 
-def _allowed_in_cache(call: CacheCall) -> Tensor:
-    """Boolean [B, T, S] over cached positions and this call's."""
-    source_S = torch.arange(call.num_source_tokens, device=call.index_BT.device)
-    allowed_BTS = (source_S <= call.index_BT[..., None]) & call.real_BT[..., None]
+def _reach_in_cache(call: CacheCall, *, dtype: torch.dtype) -> _Reach:
+    """Over cached positions and this call's."""
+    device = call.index_BT.device
+    impl = choose_attention(
+        dtype, num_source_tokens=call.num_source_tokens, device_type=device.type
+    )
+    source_S = torch.arange(call.num_source_tokens, device=device)
+    distance_BTS = call.index_BT[..., None] - source_S
+    allowed_BTS = (distance_BTS >= 0) & call.real_BT[..., None]
     if call.source_document_ids_BS is not None and call.document_ids_BT is not None:
         source_ids_BS = call.source_document_ids_BS[:, : call.num_source_tokens]
         same_document = source_ids_BS[:, None, :] == call.document_ids_BT[..., None]
         allowed_BTS = allowed_BTS & same_document
-    return allowed_BTS
+    num_tokens = call.index_BT.shape[1]
+    return _Reach(allowed_BTS, distance_BTS, num_tokens, call.num_source_tokens, impl, dtype)
 
 
 def _real_tokens(padding_mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

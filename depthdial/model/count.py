@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from depthdial.config import ATTENTION, SWIGLU, CachePolicy, ModelConfig, nearest_name
+from depthdial.config import CachePolicy, ModelConfig, ModulationConfig, nearest_name
+from depthdial.model.count_parameters import (
+    ParameterCount,
+    block_matrices,
+    count_parameters,
+    gate_matrices,
+    injection_matrices,
+    low_rank_set,
+    num_attention,
+    state_projection,
+)
 
 FLOPS_PER_WEIGHT = 2
 """One multiplication and one addition per weight and token."""
@@ -36,36 +46,6 @@ layers of prelude and coda have one. The only place where `plan` learns of a pol
 
 
 @dataclass(frozen=True)
-class ParameterCount:
-    """Unique parameters by part; a shared core counts once, whatever the loop count."""
-
-    embedding: int
-    prelude: int
-    core: int
-    coda: int
-    state_update: int
-    modulation: int
-    final_norm: int
-    head: int
-    """0 when the embedding matrix is the head."""
-
-    @property
-    def total(self) -> int:
-        """All unique parameters."""
-        return sum(dataclasses.astuple(self))
-
-    @property
-    def non_embedding(self) -> int:
-        """All but the two vocabulary matrices."""
-        return self.total - self.embedding - self.head
-
-    @property
-    def backbone(self) -> int:
-        """All but the modulation: what ELR calls the backbone, gate included."""
-        return self.total - self.modulation
-
-
-@dataclass(frozen=True)
 class FlopsPerToken:
     """Floating-point operations per token by part."""
 
@@ -75,7 +55,7 @@ class FlopsPerToken:
     attention: float
     """Scores and weighted sums of all attention visits; the projections are in their block."""
     gate: int
-    """State update: the D x D gate, once per loop."""
+    """Injection and state update: their matrices, once per loop."""
     modulation: int
     """Low-rank path of every visited core and coda sublayer."""
     head: int
@@ -129,21 +109,6 @@ class Plan:
     training_cost_ratio: float
     """Training FLOPs over those of training the same tokens at one loop."""
     rows: tuple[PlanRow, ...]
-
-
-def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Unique parameters of the model that `config` describes."""
-    vocabulary = config.vocab_size * config.d_model
-    return ParameterCount(
-        embedding=vocabulary,
-        prelude=_block_parameters(config, config.prelude_layout),
-        core=_block_parameters(config, config.core_layout),
-        coda=_block_parameters(config, config.coda_layout),
-        state_update=_state_update_parameters(config),
-        modulation=_modulation_parameters(config),
-        final_norm=config.d_model,
-        head=0 if config.tie_embeddings else vocabulary,
-    )
 
 
 def executed_sublayers(config: ModelConfig, num_loops: int) -> int:
@@ -226,11 +191,11 @@ def flops_per_token(
     factor = TRAINING_FACTOR if training else 1
     per_weight = FLOPS_PER_WEIGHT * factor
     return FlopsPerToken(
-        prelude=per_weight * _block_matrices(config, config.prelude_layout),
-        core=per_weight * num_loops * _block_matrices(config, config.core_layout),
-        coda=per_weight * _block_matrices(config, config.coda_layout),
-        attention=factor * score_flops * _attention_visits(config, num_loops),
-        gate=per_weight * num_loops * _gate_matrix(config),
+        prelude=per_weight * block_matrices(config, config.prelude_layout),
+        core=per_weight * _core_weights(config, num_loops),
+        coda=per_weight * (block_matrices(config, config.coda_layout) + state_projection(config)),
+        attention=factor * score_flops * attention_visits(config, num_loops),
+        gate=per_weight * num_loops * (gate_matrices(config) + injection_matrices(config)),
         modulation=per_weight * _low_rank_visits(config, num_loops),
         head=per_weight * config.vocab_size * config.d_model,
     )
@@ -251,7 +216,7 @@ def cache_slots(
     if phase not in CACHE_SLOTS[policy]:
         raise ValueError(f"phase='{phase}' is unknown; choose 'prompt_peak' or 'steady'.")
     has_one_per_loop = CACHE_SLOTS[policy][phase] == "one_per_loop"
-    return _attention_visits(config, num_loops if has_one_per_loop else 1)
+    return attention_visits(config, num_loops if has_one_per_loop else 1)
 
 
 def cache_bytes(
@@ -363,64 +328,27 @@ def _plan_row(
     )
 
 
-def _mixer_matrices(config: ModelConfig, letter: str) -> int:
-    """Weights of the mixer's matrices."""
-    if letter == ATTENTION:
-        return 2 * config.d_model * config.head_dim * (config.num_heads + config.num_kv_heads)
-    assert letter == SWIGLU, f"no parameter count for sublayer letter '{letter}'"
-    return 3 * config.d_model * config.d_ff
-
-
-def _block_matrices(config: ModelConfig, layout: str) -> int:
-    return sum(_mixer_matrices(config, letter) for letter in layout)
-
-
-def _block_parameters(config: ModelConfig, layout: str) -> int:
-    """Matrices, one norm gain [D] per sublayer, and the q and k gains [C] if there are any."""
-    qk_gains = 2 * config.head_dim * layout.count(ATTENTION) if config.qk_norm else 0
-    return _block_matrices(config, layout) + len(layout) * config.d_model + qk_gains
-
-
-def _gate_matrix(config: ModelConfig) -> int:
-    return config.d_model**2 if config.loop.update == "adaptive_delta" else 0
-
-
-def _state_update_parameters(config: ModelConfig) -> int:
-    """adaptive_delta: W [D, D], bias [D], gamma [D]; delta: rate [D]; others: none."""
-    vectors = {"adaptive_delta": 2, "delta": 1, "residual": 0, "replace": 0}
-    return _gate_matrix(config) + vectors[config.loop.update] * config.d_model
-
-
-def _modulation_parameters(config: ModelConfig) -> int:
-    """Condition MLP, heads and low-rank pairs of core and coda, entry and exit heads.
-
-    Source: ELR section 3.4 as laid out in spec 1.6; every Linear has a bias.
-    """
-    if config.modulation is None:
-        return 0
-    d_model, rank, d_cond = config.d_model, config.modulation.rank, config.modulation.d_cond
-
-    def linear(inputs: int, outputs: int) -> int:
-        return (inputs + 1) * outputs
-
-    mlp = linear(2 * config.modulation.embed_dim, d_cond) + linear(d_cond, d_cond)
-    scale_shift_gain, low_rank_gain = linear(d_cond, 3 * d_model), linear(d_cond, rank)
-    per_sublayer = scale_shift_gain + low_rank_gain + 2 * rank * d_model
-    entry, exit_gain = linear(d_cond, 3 * d_model), linear(d_cond, d_model)
-    return mlp + sum(config.split[1:]) * per_sublayer + entry + exit_gain
-
-
 def _low_rank_visits(config: ModelConfig, num_loops: int) -> int:
     """Weights of the low-rank pairs, times their visits; the prelude has none."""
-    if config.modulation is None:
+    if not isinstance(config.modulation, ModulationConfig):
         return 0
     _, core, coda = config.split
     return 2 * config.modulation.rank * config.d_model * (num_loops * core + coda)
 
 
-def _attention_visits(config: ModelConfig, num_loops: int) -> int:
-    outside = (config.prelude_layout + config.coda_layout).count(ATTENTION)
-    return outside + num_loops * config.core_layout.count(ATTENTION)
+def attention_visits(config: ModelConfig, num_loops: int) -> int:
+    """Attention sublayers that one forward runs."""
+    outside = num_attention(config.prelude_layout + config.coda_layout)
+    return outside + num_loops * num_attention(config.core_layout)
+
+
+def _core_weights(config: ModelConfig, num_loops: int) -> int:
+    """Weights of the core's matrices times their visits, low-rank differences included."""
+    weights = num_loops * block_matrices(config, config.core_layout, is_core=True)
+    if config.visit_deltas is None or not config.visit_deltas.rank:
+        return weights
+    with_delta = sum(config.visit_deltas.set_at(loop_idx) >= 0 for loop_idx in range(num_loops))
+    return weights + with_delta * low_rank_set(config)
 
 
 def _require_count(name: str, value: int) -> None:

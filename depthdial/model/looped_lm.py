@@ -7,33 +7,41 @@ Letters: B batch, T query tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthdial.config import ModelConfig, ModulationConfig
+from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
+from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, rms_normalise
 from depthdial.layers.state import KVSlot, UncachedSlot
+from depthdial.model.carry import (
+    LoopCarry,
+    anchor,
+    first_carry,
+    slots_from_carry,
+    with_first_candidate,
+    with_first_keys,
+)
 from depthdial.model.context import ForwardContext, build_context, compute_dtype
+from depthdial.model.halting import ExitGate
+from depthdial.model.init_weights import init_weights
 from depthdial.model.loop_cache import Block, CacheCall, LoopCache
 from depthdial.model.modulation import (
     EntryModulation,
     LoopModulation,
     SublayerModulation,
+    check_step_sizes,
     make_conditioning,
 )
-from depthdial.model.schedule import NumLoops, check_num_loops, visits
+from depthdial.model.schedule import ActiveRows, NumLoops, check_num_loops
 from depthdial.model.sublayer import Stack, num_slots
-from depthdial.model.update import StateUpdate, initial_state, inject
-
-
-class LoopCarry(NamedTuple):
-    """Tensors that one pass hands to the next besides the state; this model needs none."""
+from depthdial.model.update import Injection, StateUpdate, initial_state
+from depthdial.model.visit_deltas import VisitDeltas
 
 
 class LoopPass(NamedTuple):
@@ -51,245 +59,6 @@ class LoopPass(NamedTuple):
 
 LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
 """(loop_idx, state_BTD, rows) -> None, or a replacement for the state."""
-
-
-class LoopedLM(nn.Module):
-    """Decoder-only language model whose core runs `num_loops` times.
-
-    Args: config: see `ModelConfig`; seed: of the initial weights, keyed by parameter name.
-    """
-
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.prelude_stack = Stack(config.prelude_layout, config)
-        self.core_stack = Stack(config.core_layout, config)
-        self.coda_stack = Stack(config.coda_layout, config)
-        self.state_update = StateUpdate(config.d_model, config.loop)
-        self.modulation = make_conditioning(config)
-        self.final_norm = RMSNorm(config.d_model, config.norm_eps)
-        tied = config.tie_embeddings
-        self.lm_head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.num_slots: dict[Block, int] = {
-            "prelude": num_slots(config.prelude_layout),
-            "core": num_slots(config.core_layout),
-            "coda": num_slots(config.coda_layout),
-        }
-        init_weights(self, seed=seed)
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        *,
-        num_loops: NumLoops,
-        cache: LoopCache | None = None,
-        positions_BT: Tensor | None = None,
-        padding_mask_BT: Tensor | None = None,
-        document_ids_BT: Tensor | None = None,
-        initial_state_BTD: Tensor | None = None,
-        on_loop: LoopObserver | None = None,
-    ) -> Tensor:
-        """Logits after `num_loops` passes of the core.
-
-        Args:
-            tokens_BT: token ids.
-            num_loops: an int, or a CPU LongTensor [B] with one count per row.
-            cache: keys and values of earlier calls; advanced by the call's real tokens.
-            positions_BT: rotary positions; default: 0.. per document, padding not counted.
-            padding_mask_BT: 1 at real tokens, 0 at padding, on any side; bool, int or float.
-            document_ids_BT: tokens attend within equal ids only.
-            initial_state_BTD: s_0; default the prelude output.
-            on_loop: called after each pass; may return a replacement for the state.
-
-        Returns: logits [B, T, V], rows in the order given.
-        Raises: ValueError for a loop count, mask, or cache use that is not allowed.
-        """
-        x_BTD = self.trunk(
-            tokens_BT,
-            num_loops=num_loops,
-            cache=cache,
-            positions_BT=positions_BT,
-            padding_mask_BT=padding_mask_BT,
-            document_ids_BT=document_ids_BT,
-            initial_state_BTD=initial_state_BTD,
-            on_loop=on_loop,
-        )
-        return self.head(x_BTD)
-
-    def trunk(
-        self,
-        tokens_BT: Tensor,
-        *,
-        num_loops: NumLoops,
-        cache: LoopCache | None = None,
-        positions_BT: Tensor | None = None,
-        padding_mask_BT: Tensor | None = None,
-        document_ids_BT: Tensor | None = None,
-        initial_state_BTD: Tensor | None = None,
-        on_loop: LoopObserver | None = None,
-    ) -> Tensor:
-        """`forward` without the head: [B, T, D]. Advances the cache."""
-        if tokens_BT.ndim != 2 or tokens_BT.shape[0] == 0 or tokens_BT.shape[1] == 0:
-            raise ValueError(
-                f"tokens_BT has shape {tuple(tokens_BT.shape)}; give [B, T] with at least one "
-                "row and one token."
-            )
-        check_num_loops(num_loops, batch_size=tokens_BT.shape[0])
-        if cache is not None:
-            cache.bind_loops(num_loops)
-        weight = self.embedding.weight
-        ctx, call = build_context(
-            tokens_BT,
-            self.config,
-            dtype=compute_dtype(weight.device, weight.dtype),
-            cache=cache,
-            positions_BT=positions_BT,
-            padding_mask_BT=padding_mask_BT,
-            document_ids_BT=document_ids_BT,
-        )
-        binding = SlotBinding(cache, call, self.num_slots)
-        h_in_BTD = self.prelude(self.embed(tokens_BT), slots=binding.slots("prelude"), ctx=ctx)
-        if initial_state_BTD is not None and initial_state_BTD.shape != h_in_BTD.shape:
-            raise ValueError(
-                f"initial_state_BTD has shape {tuple(initial_state_BTD.shape)}, but the prelude "
-                f"output has {tuple(h_in_BTD.shape)}; both must agree."
-            )
-        state_BTD = self.final_state(
-            h_in_BTD,
-            num_loops=num_loops,
-            ctx=ctx,
-            binding=binding,
-            initial_state_BTD=initial_state_BTD,
-            on_loop=on_loop,
-        )
-        mods = self.modulation.for_coda(num_loops)
-        x_BTD = self.coda(state_BTD, mods=mods, slots=binding.slots("coda"), ctx=ctx)
-        if cache is not None and call is not None:
-            cache.advance(call)
-        return x_BTD
-
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Token embeddings [B, T, D]."""
-        return self.embedding(tokens_BT)
-
-    def prelude(self, x_BTD: Tensor, *, slots: tuple[KVSlot, ...], ctx: ForwardContext) -> Tensor:
-        """h_in [B, T, D]."""
-        return self.prelude_stack(x_BTD, mods=None, slots=slots, ctx=ctx)
-
-    def loop(
-        self,
-        state_BTD: Tensor,
-        h_in_BTD: Tensor,
-        *,
-        mod: LoopModulation,
-        slots: tuple[KVSlot, ...],
-        carry: LoopCarry,
-        ctx: ForwardContext,
-    ) -> tuple[Tensor, LoopCarry]:
-        """One pass of the core and the state update; it knows neither loop index nor count."""
-        injected_BTD = inject(state_BTD, h_in_BTD, reinject=self.config.loop.reinject)
-        entered_BTD = injected_BTD
-        if mod.entry is not None:
-            entered_BTD = enter(injected_BTD, h_in_BTD, mod.entry, eps=self.config.norm_eps)
-        candidate_BTD = self.core_stack(entered_BTD, mods=mod.sublayers, slots=slots, ctx=ctx)
-        return self.state_update(state_BTD, candidate_BTD, injected_BTD, mod.update), carry
-
-    def coda(
-        self,
-        state_BTD: Tensor,
-        *,
-        mods: tuple[SublayerModulation, ...] | None,
-        slots: tuple[KVSlot, ...],
-        ctx: ForwardContext,
-    ) -> Tensor:
-        """Coda output [B, T, D], before the final norm."""
-        return self.coda_stack(state_BTD, mods=mods, slots=slots, ctx=ctx)
-
-    def head(self, x_BTD: Tensor) -> Tensor:
-        """Logits [B, T, V]."""
-        weight = self.embedding.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(self.final_norm(x_BTD), weight)
-
-    def iterate(
-        self,
-        h_in_BTD: Tensor,
-        *,
-        num_loops: NumLoops,
-        ctx: ForwardContext,
-        binding: SlotBinding,
-        initial_state_BTD: Tensor | None = None,
-        on_loop: LoopObserver | None = None,
-    ) -> Iterator[LoopPass]:
-        """Run the core and yield after each pass; never advances a cache.
-
-        Rows of a mixed batch run deepest first, and rows that are done are narrowed off together
-        with their context, conditioning and prelude output.
-        """
-        state_BTD = initial_state(h_in_BTD) if initial_state_BTD is None else initial_state_BTD
-        carry = LoopCarry()
-        num_active = h_in_BTD.shape[0]
-        for visit in visits(num_loops, h_in_BTD.shape[0]):
-            if visit.rows is not None and visit.loop_idx == 0:
-                h_in_BTD, state_BTD = h_in_BTD[visit.rows], state_BTD[visit.rows]
-                ctx = ctx.narrow(visit.rows)
-            elif visit.rows is not None and len(visit.rows) < num_active:
-                prefix = torch.arange(len(visit.rows), device=h_in_BTD.device)
-                h_in_BTD, state_BTD = h_in_BTD[: len(prefix)], state_BTD[: len(prefix)]
-                ctx = ctx.narrow(prefix)
-            num_active = state_BTD.shape[0]
-            state_BTD, carry = self.loop(
-                state_BTD,
-                h_in_BTD,
-                mod=self.modulation.for_loop(visit.loop_idx, visit.num_loops),
-                slots=binding.slots("core", loop_idx=visit.loop_idx, rows=visit.rows),
-                carry=carry,
-                ctx=ctx,
-            )
-            if on_loop is not None:
-                replacement_BTD = on_loop(visit.loop_idx, state_BTD, visit.rows)
-                state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
-            yield LoopPass(visit.loop_idx, state_BTD, visit.rows, visit.num_leaving)
-
-    def final_state(
-        self,
-        h_in_BTD: Tensor,
-        *,
-        num_loops: NumLoops,
-        ctx: ForwardContext,
-        binding: SlotBinding,
-        initial_state_BTD: Tensor | None = None,
-        on_loop: LoopObserver | None = None,
-    ) -> Tensor:
-        """The state of every row after its own last pass, rows in the order given."""
-        leaving_parts, order = [], None
-        for done in self.iterate(
-            h_in_BTD,
-            num_loops=num_loops,
-            ctx=ctx,
-            binding=binding,
-            initial_state_BTD=initial_state_BTD,
-            on_loop=on_loop,
-        ):
-            order = done.rows if done.loop_idx == 0 else order
-            if done.num_leaving:
-                leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
-        if order is None:
-            return leaving_parts[0]
-        # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.
-        return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
-
-    def graft_modulation(self, config: ModulationConfig, *, seed: int = 0) -> None:
-        """Add loop-conditioned modulation without changing the one-loop function.
-
-        Raises: ValueError if the model has it already.
-        """
-        if self.config.modulation is not None:
-            raise ValueError("this model has a modulation already; it can be grafted once.")
-        grafted = self.config.replace(modulation=config)
-        modulation = make_conditioning(grafted).to(self.embedding.weight)
-        _init_module(modulation, "modulation", grafted, seed=seed)
-        self.config, self.modulation = grafted, modulation
 
 
 class SlotBinding:
@@ -314,6 +83,393 @@ class SlotBinding:
             return (UncachedSlot(),) * count
         return self.cache.slots(block, count, loop_idx=loop_idx, rows=rows, call=self.call)
 
+    def stash_slots(self) -> tuple[KVSlot, ...]:
+        """Slots of the pass after the last loop that writes what persists."""
+        assert self.cache is not None and self.call is not None, "only a cache stashes"
+        return self.cache.stash_slots(self.num_slots["core"], call=self.call)
+
+
+class Begun(NamedTuple):
+    """A call whose prelude has run: what `iterate` and `finish` need."""
+
+    h_in_BTD: Tensor
+    initial_state_BTD: Tensor
+    ctx: ForwardContext
+    binding: SlotBinding
+
+
+class LoopedLM(nn.Module):
+    """Decoder-only language model whose core runs `num_loops` times.
+
+    Args: config: see `ModelConfig`; seed: of the initial weights, keyed by parameter name.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        d_model, vocab_size = config.d_model, config.vocab_size
+        self.num_slots: dict[Block, int] = {
+            "prelude": num_slots(config.prelude_layout),
+            "core": num_slots(config.core_layout),
+            "coda": num_slots(config.coda_layout),
+        }
+        below_core = self.num_slots["prelude"]
+        below_coda = below_core + self.num_slots["core"]
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        is_learned = config.positions == "learned"
+        self.position_embedding = nn.Embedding(config.max_context, d_model) if is_learned else None
+        self.prelude_stack = Stack(config.prelude_layout, config)
+        self.prelude_norm = RMSNorm(d_model, config.norm_eps) if config.prelude_norm else None
+        self.core_stack = Stack(
+            config.core_layout, config, is_core=True, first_attention=below_core
+        )
+        self.coda_stack = Stack(config.coda_layout, config, first_attention=below_coda)
+        self.injection = Injection(d_model, config.loop)
+        self.state_update = StateUpdate(d_model, config.loop)
+        projects = config.loop.state_projection
+        self.state_projection = nn.Linear(d_model, d_model, bias=False) if projects else None
+        self.modulation = make_conditioning(config)
+        deltas = config.visit_deltas
+        self.visit_deltas = None if deltas is None else VisitDeltas(self.core_stack, deltas)
+        has_final = config.final_norm != "none"
+        self.final_norm = RMSNorm(d_model, config.norm_eps) if has_final else None
+        tied = config.tie_embeddings
+        self.lm_head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
+        self.logit_scale = nn.Parameter(torch.ones(vocab_size)) if config.ngpt else None
+        has_norm, has_gate = config.exit_gate == "norm_linear", config.exit_gate != "none"
+        self.exit_gate = ExitGate(d_model, has_norm=has_norm) if has_gate else None
+        init_weights(self, config, seed=seed)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        num_loops: NumLoops,
+        cache: LoopCache | None = None,
+        positions_BT: Tensor | None = None,
+        padding_mask_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        initial_state_BTD: Tensor | None = None,
+        step_sizes: Tensor | None = None,
+        on_loop: LoopObserver | None = None,
+    ) -> Tensor:
+        """Logits after `num_loops` passes of the core.
+
+        Args:
+            tokens_BT: token ids.
+            num_loops: an int, or a CPU LongTensor [B] with one count per row.
+            cache: keys and values of earlier calls; advanced by the call's real tokens.
+            positions_BT: positions; default: 0.. per document, padding not counted.
+            padding_mask_BT: 1 at real tokens, 0 at padding, on any side; bool, int or float.
+            document_ids_BT: tokens attend within equal ids only.
+            initial_state_BTD: s_0; default what the config's `initial_state` says.
+            step_sizes: of the loops, [loops] or [B, most loops], for a model conditioned on time.
+            on_loop: called after each pass; may return a replacement for the state.
+
+        Returns: logits [B, T, V], rows in the order given.
+        Raises: ValueError for a loop count, mask, or cache use that is not allowed.
+        """
+        x_BTD = self.trunk(
+            tokens_BT,
+            num_loops=num_loops,
+            cache=cache,
+            positions_BT=positions_BT,
+            padding_mask_BT=padding_mask_BT,
+            document_ids_BT=document_ids_BT,
+            initial_state_BTD=initial_state_BTD,
+            step_sizes=step_sizes,
+            on_loop=on_loop,
+        )
+        return self.head(x_BTD)
+
+    def trunk(
+        self,
+        tokens_BT: Tensor,
+        *,
+        num_loops: NumLoops,
+        cache: LoopCache | None = None,
+        positions_BT: Tensor | None = None,
+        padding_mask_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        initial_state_BTD: Tensor | None = None,
+        step_sizes: Tensor | None = None,
+        no_grad_loops: int | Tensor = 0,
+        on_loop: LoopObserver | None = None,
+    ) -> Tensor:
+        """`forward` without the head: [B, T, D]. Advances the cache.
+
+        Args: no_grad_loops: first passes, of all rows or per row [B], that no gradient enters.
+        """
+        begun = self.begin(
+            tokens_BT,
+            num_loops=num_loops,
+            cache=cache,
+            positions_BT=positions_BT,
+            padding_mask_BT=padding_mask_BT,
+            document_ids_BT=document_ids_BT,
+            initial_state_BTD=initial_state_BTD,
+        )
+        state_BTD = self.final_state(
+            begun,
+            num_loops=num_loops,
+            step_sizes=step_sizes,
+            no_grad_loops=no_grad_loops,
+            on_loop=on_loop,
+        )
+        return self.finish(state_BTD, begun, num_loops=num_loops)
+
+    def begin(
+        self,
+        tokens_BT: Tensor,
+        *,
+        num_loops: NumLoops,
+        cache: LoopCache | None = None,
+        positions_BT: Tensor | None = None,
+        padding_mask_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        initial_state_BTD: Tensor | None = None,
+    ) -> Begun:
+        """Check the call, build its context and run the prelude; arguments as in `forward`."""
+        if tokens_BT.ndim != 2 or tokens_BT.shape[0] == 0 or tokens_BT.shape[1] == 0:
+            raise ValueError(
+                f"tokens_BT has shape {tuple(tokens_BT.shape)}; give [B, T] with at least one "
+                "row and one token."
+            )
+        check_num_loops(num_loops, batch_size=tokens_BT.shape[0])
+        if cache is not None:
+            cache.bind_loops(num_loops)
+        weight = self.embedding.weight
+        ctx, call = build_context(
+            tokens_BT,
+            self.config,
+            dtype=compute_dtype(weight.device, weight.dtype),
+            cache=cache,
+            positions_BT=positions_BT,
+            padding_mask_BT=padding_mask_BT,
+            document_ids_BT=document_ids_BT,
+        )
+        binding = SlotBinding(cache, call, self.num_slots)
+        x_BTD = self.embed(tokens_BT, positions_BT=ctx.positions_BT)
+        h_in_BTD = self.prelude(x_BTD, slots=binding.slots("prelude"), ctx=ctx)
+        if initial_state_BTD is None:
+            initial_state_BTD = initial_state(h_in_BTD, ctx.positions_BT, self.config.loop)
+        elif initial_state_BTD.shape != h_in_BTD.shape:
+            raise ValueError(
+                f"initial_state_BTD has shape {tuple(initial_state_BTD.shape)}, but the prelude "
+                f"output has {tuple(h_in_BTD.shape)}; both must agree."
+            )
+        return Begun(h_in_BTD, initial_state_BTD, ctx, binding)
+
+    def finish(self, state_BTD: Tensor, begun: Begun, *, num_loops: NumLoops) -> Tensor:
+        """Coda output [B, T, D] of the last states in user order; advances the cache."""
+        cache, call = begun.binding.cache, begun.binding.call
+        if cache is not None and cache.needs_stash_pass:
+            # The entry that persists is that of the final state: one more pass, its result unused.
+            self.loop(
+                state_BTD,
+                begun.h_in_BTD,
+                mod=self.loop_modulation(0, num_loops),
+                slots=begun.binding.stash_slots(),
+                carry=LoopCarry(),
+                ctx=begun.ctx,
+            )
+        mods = self.modulation.for_coda(num_loops)
+        slots = begun.binding.slots("coda")
+        x_BTD = self.coda(state_BTD, mods=mods, slots=slots, ctx=begun.ctx)
+        if cache is not None and call is not None:
+            cache.advance(call)
+        return x_BTD
+
+    def embed(self, tokens_BT: Tensor, *, positions_BT: Tensor | None = None) -> Tensor:
+        """Token embeddings [B, T, D], scaled, with learned positions added where there are any.
+
+        Raises: ValueError for a position beyond max_context, where positions are learned.
+        """
+        x_BTD = self.embedding(tokens_BT)
+        if self.config.embed_scale != 1.0:
+            x_BTD = x_BTD * self.config.embed_scale
+        if self.position_embedding is None:
+            return x_BTD
+        assert positions_BT is not None, "a model with learned positions is given them"
+        if int(positions_BT.max()) >= self.config.max_context:
+            raise ValueError(
+                f"position {int(positions_BT.max())} has no learned vector; this model reads at "
+                f"most max_context={self.config.max_context} tokens."
+            )
+        return x_BTD + self.position_embedding(positions_BT)
+
+    def prelude(self, x_BTD: Tensor, *, slots: tuple[KVSlot, ...], ctx: ForwardContext) -> Tensor:
+        """h_in [B, T, D]."""
+        h_in_BTD = self.prelude_stack(x_BTD, mods=None, slots=slots, ctx=ctx)
+        return h_in_BTD if self.prelude_norm is None else self.prelude_norm(h_in_BTD)
+
+    def loop(
+        self,
+        state_BTD: Tensor,
+        h_in_BTD: Tensor,
+        *,
+        mod: LoopModulation,
+        slots: tuple[KVSlot, ...],
+        carry: LoopCarry,
+        ctx: ForwardContext,
+    ) -> tuple[Tensor, LoopCarry]:
+        """One pass of the core and the state update; it knows neither loop index nor count."""
+        slots = slots_from_carry(carry, slots, config=self.config)
+        injected_BTD = self.injection(state_BTD, h_in_BTD)
+        if self.config.loop.unit_norm:
+            injected_BTD = unit_length(injected_BTD)
+        entered_BTD = injected_BTD
+        if mod.entry is not None:
+            entered_BTD = enter(injected_BTD, h_in_BTD, mod.entry, eps=self.config.norm_eps)
+        candidate_BTD = self.core_stack(entered_BTD, mods=mod.sublayers, slots=slots, ctx=ctx)
+        if self.config.final_norm == "loop" and self.final_norm is not None:
+            candidate_BTD = self.final_norm(candidate_BTD)
+        if self.config.loop.unit_norm:
+            candidate_BTD = unit_length(candidate_BTD)
+        carry = with_first_keys(carry, slots)
+        next_BTD = self.state_update(state_BTD, candidate_BTD, injected_BTD, mod.update)
+        if mod.update.anchor is not None:
+            carry = with_first_candidate(carry, candidate_BTD)
+            next_BTD = anchor(next_BTD, carry.first_candidate, mod.update.anchor)
+        return next_BTD, carry
+
+    def coda(
+        self,
+        state_BTD: Tensor,
+        *,
+        mods: tuple[SublayerModulation, ...] | None,
+        slots: tuple[KVSlot, ...],
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """Coda output [B, T, D], before the norm of the head."""
+        if self.config.final_norm == "coda_and_head" and self.final_norm is not None:
+            state_BTD = self.final_norm(state_BTD)
+        if self.state_projection is not None:
+            state_BTD = self.state_projection(state_BTD)
+        return self.coda_stack(state_BTD, mods=mods, slots=slots, ctx=ctx)
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        weight = self.embedding.weight if self.lm_head is None else self.lm_head.weight
+        if self.final_norm is not None and self.config.final_norm != "loop":
+            x_BTD = self.final_norm(x_BTD)
+        logits_BTV = F.linear(x_BTD, weight)
+        if self.logit_scale is None or self.config.ngpt is None:
+            return logits_BTV
+        # fp32: the scale is large where the logits of unit vectors are small.
+        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+        return logits_BTV.to(wide) * (self.logit_scale.to(wide) / self.config.ngpt.scale_std)
+
+    def loop_modulation(
+        self, loop_idx: int, num_loops: NumLoops, step_sizes: Tensor | None = None
+    ) -> LoopModulation:
+        """Conditioning of one pass, this loop's stored differences included."""
+        mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes)
+        if self.visit_deltas is None:
+            return mod
+        return mod._replace(sublayers=self.visit_deltas.for_loop(loop_idx, mod.sublayers))
+
+    def iterate(
+        self,
+        begun: Begun,
+        *,
+        num_loops: NumLoops,
+        step_sizes: Tensor | None = None,
+        no_grad_loops: int | Tensor = 0,
+        on_loop: LoopObserver | None = None,
+    ) -> Generator[LoopPass, Tensor | None, None]:
+        """Run the core and yield after each pass; never advances a cache.
+
+        Rows of a mixed batch run deepest first, and rows that are done are narrowed off together
+        with their context, conditioning and prelude output. `send(keep)`, a bool per row of the
+        yielded state, narrows off rows that stop early.
+
+        Raises: ValueError for step sizes without effect or of another number than the loops.
+        """
+        state_BTD, h_in_BTD, ctx = begun.initial_state_BTD, begun.h_in_BTD, begun.ctx
+        batch_size = h_in_BTD.shape[0]
+        steps = self._steps(step_sizes, num_loops, batch_size)
+        carry = first_carry(self.config, is_cached=begun.binding.cache is not None)
+        active, loop_idx = ActiveRows(num_loops, batch_size), 0
+        if active.rows is not None:
+            places = active.rows.to(h_in_BTD.device)
+            state_BTD, h_in_BTD, ctx = state_BTD[places], h_in_BTD[places], ctx.narrow(places)
+        while active.num_rows:
+            rows = active.rows
+            row_steps = steps if steps is None or len(steps) == 1 or rows is None else steps[rows]
+            without_grad = loops_without_grad(no_grad_loops, rows) > loop_idx
+            with torch.no_grad() if bool(without_grad.all()) else nullcontext():
+                state_BTD, carry = self.loop(
+                    state_BTD,
+                    h_in_BTD,
+                    mod=self.loop_modulation(loop_idx, active.num_loops, row_steps),
+                    slots=begun.binding.slots("core", loop_idx=loop_idx, rows=rows),
+                    carry=carry,
+                    ctx=ctx,
+                )
+            if bool(without_grad.any()):
+                state_BTD = detach_rows(state_BTD, without_grad)
+            if on_loop is not None:
+                replacement_BTD = on_loop(loop_idx, state_BTD, rows)
+                state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
+            keep = yield LoopPass(loop_idx, state_BTD, rows, active.num_leaving(loop_idx))
+            places = active.after(loop_idx, keep)
+            if places is not None:
+                places = places.to(h_in_BTD.device)
+                state_BTD, h_in_BTD = state_BTD[places], h_in_BTD[places]
+                ctx, carry = ctx.narrow(places), carry.narrow(places)
+            loop_idx += 1
+
+    def final_state(
+        self,
+        begun: Begun,
+        *,
+        num_loops: NumLoops,
+        step_sizes: Tensor | None = None,
+        no_grad_loops: int | Tensor = 0,
+        on_loop: LoopObserver | None = None,
+    ) -> Tensor:
+        """The state of every row after its own last pass, rows in the order given."""
+        leaving_parts, order = [], None
+        for done in self.iterate(
+            begun,
+            num_loops=num_loops,
+            step_sizes=step_sizes,
+            no_grad_loops=no_grad_loops,
+            on_loop=on_loop,
+        ):
+            order = done.rows if done.loop_idx == 0 else order
+            if done.num_leaving:
+                leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
+        if order is None:
+            return leaving_parts[0]
+        # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.
+        return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
+
+    def graft_modulation(self, config: ModulationConfig, *, seed: int = 0) -> None:
+        """Add loop-conditioned modulation without changing the one-loop function.
+
+        Raises: ValueError if the model has it already.
+        """
+        if self.config.modulation is not None:
+            raise ValueError("this model has a modulation already; it can be grafted once.")
+        grafted = self.config.replace(modulation=config)
+        modulation = make_conditioning(grafted).to(self.embedding.weight)
+        init_weights(modulation, grafted, seed=seed, prefix="modulation")
+        self.config, self.modulation = grafted, modulation
+
+    def _steps(
+        self, step_sizes: Tensor | None, num_loops: NumLoops, batch_size: int
+    ) -> Tensor | None:
+        if step_sizes is None:
+            return None
+        if not isinstance(self.config.modulation, TimeModulationConfig):
+            raise ValueError(
+                "step_sizes has no effect: this model is not conditioned on time and step size. "
+                "Leave it out."
+            )
+        return check_step_sizes(step_sizes, num_loops, batch_size=batch_size)
+
 
 def enter(injected_BTD: Tensor, h_in_BTD: Tensor, entry: EntryModulation, *, eps: float) -> Tensor:
     """Loop entry z_i (ELR section 3.4); the norm has no gain of its own."""
@@ -326,49 +482,16 @@ def enter(injected_BTD: Tensor, h_in_BTD: Tensor, entry: EntryModulation, *, eps
     )
 
 
-def init_weights(model: LoopedLM, *, seed: int) -> None:
-    """Initial values, each drawn from a generator keyed by (seed, parameter name).
-
-    | parameter                         | value                                             |
-    | embedding, head, input matrices   | N(0, init_std)                                    |
-    | o_proj, down_proj                 | N(0, init_std / sqrt(physical sublayers))         |
-    | norm gains                        | 1                                                 |
-    | gate W, b, gamma                  | 0, so beta = 0.5 ln 2 (ELR section 3.1)           |
-    | delta rate                        | loop.delta_init                                   |
-    | modulation MLP                    | N(0, 1 / fan-in), biases 0                        |
-    | modulation heads                  | 0; low-rank B N(0, 1 / D), A N(0, 1 / R)          |
-
-    Keying by name gives models that differ in one part the same values everywhere else.
-    """
-    _init_module(model, "", model.config, seed=seed)
+def loops_without_grad(no_grad_loops: int | Tensor, rows: Tensor | None) -> Tensor:
+    """First passes without gradient, of all rows or one entry per active row."""
+    if isinstance(no_grad_loops, int):
+        return torch.tensor([no_grad_loops])
+    return no_grad_loops if rows is None else no_grad_loops[rows]
 
 
-def _init_module(module: nn.Module, prefix: str, config: ModelConfig, *, seed: int) -> None:
-    for name, parameter in module.named_parameters(prefix=prefix):
-        if parameter.device.type != "meta":
-            _init_parameter(parameter, name, config, seed=seed)
-
-
-@torch.no_grad()
-def _init_parameter(parameter: nn.Parameter, name: str, config: ModelConfig, *, seed: int) -> None:
-    parts = name.split(".")
-    if parts[0] == "state_update":
-        parameter.fill_(config.loop.delta_init if parts[1] == "rate" else 0.0)
-        return
-    if parameter.ndim == 1:
-        parameter.fill_(0.0 if parts[-1] == "bias" else 1.0)
-        return
-    if parts[0] == "modulation" and ("heads" in parts or parts[1] in ("entry", "exit")):
-        parameter.zero_()
-        return
-    if parts[0] == "modulation":
-        std = parameter.shape[1] ** -0.5
-    elif parts[-2] in ("o_proj", "down_proj"):
-        std = config.init_std / math.sqrt(sum(config.split))
-    else:
-        std = config.init_std
-    # Hashed, because torch's CPU generator reads only 32 bits of a seed.
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
-    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std
-    parameter.copy_(values)
+def detach_rows(state_BTD: Tensor, without_grad: Tensor) -> Tensor:
+    """The state, cut off from its history in the rows marked True."""
+    if len(without_grad) == 1:
+        return state_BTD.detach()
+    cut_B11 = without_grad.to(state_BTD.device)[:, None, None]
+    return torch.where(cut_B11, state_BTD.detach(), state_BTD)

@@ -1,8 +1,8 @@
 """(loop_idx, num_loops, max_loops) -> plain tensors that condition core and coda.
 
-ELR section 3.4: every value depends on progress i/k and budget k/K alone, so it can be tabulated.
-Nothing here sees tokens or states.
-Letters: D model width, R low rank, U distinct loop counts, B rows.
+Every value depends on the loop index, the loop count and the step sizes alone, so it can be
+tabulated. Nothing here sees tokens or states.
+Letters: D model width, R low rank, U distinct loop counts or rows, B rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
+from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
 from depthdial.model.schedule import NumLoops
 from depthdial.model.sublayer import SublayerModulation
 from depthdial.model.update import UpdateModulation
@@ -79,62 +79,37 @@ class ModulatedSublayer(nn.Module):
 
 
 class LoopConditioning(nn.Module):
-    """No learned conditioning: only what the config fixes about the first loop."""
+    """No learned conditioning: only what the config and the loop count fix.
 
-    def __init__(self, config: LoopConfig) -> None:
+    That is the exact first loop of `gate_bypass`, the share 1 / k of the damped updates, and the
+    anchor after the last loop.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.bypass_first = config.gate_bypass == "first_only"
+        self.bypass_first = config.loop.gate_bypass == "first_only"
+        self.has_share = config.loop.update in ("damped", "anchored")
+        self.anchor = config.loop.anchor if config.loop.update == "anchored" else None
+        self._table: dict[tuple[int | None, int], LoopModulation] | None = None
 
-    def for_loop(self, loop_idx: int, num_loops: NumLoops) -> LoopModulation:
-        """Conditioning of pass `loop_idx` for rows that run `num_loops` loops."""
-        return LoopModulation(None, None, UpdateModulation(None, self._bypass(loop_idx)))
+    def for_loop(
+        self, loop_idx: int, num_loops: NumLoops, step_sizes: Tensor | None = None
+    ) -> LoopModulation:
+        """Conditioning of pass `loop_idx` for rows that run `num_loops` loops.
+
+        Args: step_sizes: [1 or B, loops]; None for equal steps. Only conditioning on time reads it.
+        """
+        return self._for_rows(loop_idx, num_loops, step_sizes)
 
     def for_coda(self, num_loops: NumLoops) -> tuple[SublayerModulation, ...] | None:
         """Conditioning of the coda."""
-        return None
+        return self._for_rows(None, num_loops, None).sublayers
 
     @contextmanager
     def tabulated(self) -> Iterator[None]:
         """Compute each (loop, budget) once, without gradient, while the block runs; weights must
         not change.
         """
-        yield
-
-    def _bypass(self, loop_idx: int) -> Tensor | None:
-        return torch.tensor(float(loop_idx == 0)) if self.bypass_first else None
-
-
-class ELRModulation(LoopConditioning):
-    """ELR loop-conditioned modulation (section 3.4, arXiv 2610.12582).
-
-    c = MLP([phi(i/k); phi(k/K)]) conditions every core sublayer, the loop entry and the update;
-    the coda reads (1, k/K). Loop i of the paper is loop_idx + 1.
-
-    Args: config: of the model; its `modulation` must be set.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.loop)
-        assert config.modulation is not None, "a modulated model has a modulation config"
-        cond, d_model = config.modulation, config.d_model
-        self.max_loops = config.max_loops
-        self.embedding = SinusoidalEmbedding(cond.embed_dim, cond.embed_scale)
-        self.mlp_in = nn.Linear(2 * cond.embed_dim, cond.d_cond)
-        self.mlp_out = nn.Linear(cond.d_cond, cond.d_cond)
-        self.core = nn.ModuleList(ModulatedSublayer(d_model, cond) for _ in config.core_layout)
-        self.coda = nn.ModuleList(ModulatedSublayer(d_model, cond) for _ in config.coda_layout)
-        self.entry = nn.Linear(cond.d_cond, 3 * d_model)
-        self.exit = nn.Linear(cond.d_cond, d_model)
-        self._table: dict[tuple[int | None, int], LoopModulation] | None = None
-
-    def for_loop(self, loop_idx: int, num_loops: NumLoops) -> LoopModulation:
-        return self._for_rows(loop_idx, num_loops)
-
-    def for_coda(self, num_loops: NumLoops) -> tuple[SublayerModulation, ...] | None:
-        return self._for_rows(None, num_loops).sublayers
-
-    @contextmanager
-    def tabulated(self) -> Iterator[None]:
         outer = self._table
         self._table = {} if outer is None else outer
         try:
@@ -142,37 +117,15 @@ class ELRModulation(LoopConditioning):
         finally:
             self._table = outer
 
-    def condition(self, progress_U: Tensor, budget_U: Tensor) -> Tensor:
-        """c = MLP([phi(progress); phi(budget)]), [U, d_cond]."""
-        both = torch.cat([self.embedding(progress_U), self.embedding(budget_U)], dim=-1)
-        return self.mlp_out(F.silu(self.mlp_in(both.to(self.mlp_in.weight.dtype))))
-
-    def loop_from_condition(self, condition_UC: Tensor, loop_idx: int) -> LoopModulation:
-        """Heads applied to condition vectors of one pass, one row each."""
-        lam, mu, eta = self.entry(condition_UC)[:, None].chunk(3, dim=-1)
-        # The first loop's exceptions are values, not branches: entry unchanged, pi_1 = 1.
-        later = float(loop_idx > 0)
-        entry = EntryModulation(
-            raw_gain=torch.full_like(lam, 1 - later),
-            norm_gain=later * (1 + lam),
-            shift=later * mu,
-            eta=later * eta,
-        )
-        exit_gain = (1 - later) + self.exit(condition_UC)[:, None]
-        sublayers = tuple(sublayer(condition_UC) for sublayer in self.core)
-        return LoopModulation(sublayers, entry, UpdateModulation(exit_gain, self._bypass(loop_idx)))
-
-    def coda_from_condition(self, condition_UC: Tensor) -> tuple[SublayerModulation, ...]:
-        """Heads of the coda's sublayers applied to condition vectors, one row each."""
-        return tuple(sublayer(condition_UC) for sublayer in self.coda)
-
-    def _for_rows(self, loop_idx: int | None, num_loops: NumLoops) -> LoopModulation:
+    def _for_rows(
+        self, loop_idx: int | None, num_loops: NumLoops, step_sizes: Tensor | None
+    ) -> LoopModulation:
         """loop_idx None: the coda. One entry per distinct loop count, spread over the rows."""
         if isinstance(num_loops, int):
             return self._entries(loop_idx, (num_loops,))
         distinct, row_entry = torch.unique(num_loops, return_inverse=True)
         entries = self._entries(loop_idx, tuple(distinct.tolist()))
-        return spread_rows(entries, row_entry.to(self.mlp_in.weight.device))
+        return spread_rows(entries, row_entry)
 
     def _entries(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
         if self._table is None:
@@ -187,6 +140,72 @@ class ELRModulation(LoopConditioning):
         return tree_map(_concatenate, rows[0], *rows[1:])
 
     def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
+        """One row per budget, [U, 1, .]."""
+        if loop_idx is None:
+            return LoopModulation(None, None, UpdateModulation(None, None))
+        return LoopModulation(None, None, self._fixed(loop_idx, budgets))
+
+    def _fixed(
+        self, loop_idx: int, budgets: tuple[int, ...], exit_gain: Tensor | None = None
+    ) -> UpdateModulation:
+        """What the config and the loop count fix about the update."""
+        bypass = torch.tensor(float(loop_idx == 0)) if self.bypass_first else None
+        share = torch.tensor([1 / k for k in budgets])[:, None, None] if self.has_share else None
+        anchor = None
+        if self.anchor is not None:
+            is_last = [float(loop_idx == k - 1) for k in budgets]
+            anchor = self.anchor * torch.tensor(is_last)[:, None, None]
+        return UpdateModulation(exit_gain, bypass, share, anchor)
+
+
+class ELRModulation(LoopConditioning):
+    """ELR loop-conditioned modulation (section 3.4, arXiv 2610.12582).
+
+    c = MLP([phi(i/k); phi(k/K)]) conditions every core sublayer, the loop entry and the update;
+    the coda reads (1, k/K). Loop i of the paper is loop_idx + 1.
+
+    Args: config: of the model; cond: its `modulation`.
+    """
+
+    def __init__(self, config: ModelConfig, cond: ModulationConfig) -> None:
+        super().__init__(config)
+        d_model = config.d_model
+        self.max_loops = config.max_loops
+        self.embedding = SinusoidalEmbedding(cond.embed_dim, cond.embed_scale)
+        self.mlp_in = nn.Linear(2 * cond.embed_dim, cond.d_cond)
+        self.mlp_out = nn.Linear(cond.d_cond, cond.d_cond)
+        self.core = nn.ModuleList(ModulatedSublayer(d_model, cond) for _ in config.core_layout)
+        self.coda = nn.ModuleList(ModulatedSublayer(d_model, cond) for _ in config.coda_layout)
+        self.entry = nn.Linear(cond.d_cond, 3 * d_model)
+        self.exit = nn.Linear(cond.d_cond, d_model)
+
+    def condition(self, progress_U: Tensor, budget_U: Tensor) -> Tensor:
+        """c = MLP([phi(progress); phi(budget)]), [U, d_cond]."""
+        both = torch.cat([self.embedding(progress_U), self.embedding(budget_U)], dim=-1)
+        return self.mlp_out(F.silu(self.mlp_in(both.to(self.mlp_in.weight.dtype))))
+
+    def loop_from_condition(
+        self, condition_UC: Tensor, loop_idx: int, budgets: tuple[int, ...]
+    ) -> LoopModulation:
+        """Heads applied to condition vectors of one pass, one row each."""
+        lam, mu, eta = self.entry(condition_UC)[:, None].chunk(3, dim=-1)
+        # The first loop's exceptions are values, not branches: entry unchanged, pi_1 = 1.
+        later = float(loop_idx > 0)
+        entry = EntryModulation(
+            raw_gain=torch.full_like(lam, 1 - later),
+            norm_gain=later * (1 + lam),
+            shift=later * mu,
+            eta=later * eta,
+        )
+        exit_gain = (1 - later) + self.exit(condition_UC)[:, None]
+        sublayers = tuple(sublayer(condition_UC) for sublayer in self.core)
+        return LoopModulation(sublayers, entry, self._fixed(loop_idx, budgets, exit_gain))
+
+    def coda_from_condition(self, condition_UC: Tensor) -> tuple[SublayerModulation, ...]:
+        """Heads of the coda's sublayers applied to condition vectors, one row each."""
+        return tuple(sublayer(condition_UC) for sublayer in self.coda)
+
+    def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
         device = self.mlp_in.weight.device
         # fp32 under autocast: a handful of vectors, and progress must not be rounded to 8 bits.
         with torch.autocast(device.type, enabled=False):
@@ -196,13 +215,81 @@ class ELRModulation(LoopConditioning):
                 sublayers = self.coda_from_condition(condition_UC)
                 return LoopModulation(sublayers, None, UpdateModulation(None, None))
             condition_UC = self.condition((loop_idx + 1) / k, k / self.max_loops)
-            return self.loop_from_condition(condition_UC, loop_idx)
+            return self.loop_from_condition(condition_UC, loop_idx, budgets)
+
+
+class TimeSublayer(nn.Module):
+    """scale and gate of one sublayer from SiLU(c); zero at the start, so the branch is closed."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.heads = nn.Linear(d_model, 2 * d_model)
+
+    def forward(self, condition_UD: Tensor) -> SublayerModulation:
+        scale, gate = self.heads(F.silu(condition_UD))[:, None].chunk(2, dim=-1)
+        return SublayerModulation(scale=1 + scale, gain=gate)
+
+
+class TimeModulation(LoopConditioning):
+    """Conditioning on the time t at which a loop starts and on its step size (arXiv 2602.11451).
+
+    c = E_t(t) + E_s(step), each E a sine ladder and a two-layer MLP; steps add up to 1, so t is
+    the sum of the earlier ones. Without given steps each is 1 / k.
+
+    Args: config: of the model; cond: its `modulation`.
+    """
+
+    def __init__(self, config: ModelConfig, cond: TimeModulationConfig) -> None:
+        super().__init__(config)
+        d_model = config.d_model
+        self.embedding = SinusoidalEmbedding(cond.embed_dim, 1.0)
+        self.time_in = nn.Linear(cond.embed_dim, d_model)
+        self.time_out = nn.Linear(d_model, d_model)
+        self.step_in = nn.Linear(cond.embed_dim, d_model)
+        self.step_out = nn.Linear(d_model, d_model)
+        self.core = nn.ModuleList(TimeSublayer(d_model) for _ in config.core_layout)
+
+    def condition(self, time_U: Tensor, step_U: Tensor) -> Tensor:
+        """c = E_t(t) + E_s(step), [U, D]."""
+        dtype = self.time_in.weight.dtype
+        time_UE, step_UE = self.embedding(time_U).to(dtype), self.embedding(step_U).to(dtype)
+        time_UD = self.time_out(F.silu(self.time_in(time_UE)))
+        return time_UD + self.step_out(F.silu(self.step_in(step_UE)))
+
+    def _for_rows(
+        self, loop_idx: int | None, num_loops: NumLoops, step_sizes: Tensor | None
+    ) -> LoopModulation:
+        if loop_idx is None or step_sizes is None:
+            return super()._for_rows(loop_idx, num_loops, None)
+        rows = len(step_sizes)
+        budgets = (num_loops,) * rows if isinstance(num_loops, int) else tuple(num_loops.tolist())
+        # Summed in float64: a sum of many float32 steps of 1/L misses the grid that was trained.
+        steps = step_sizes.to(torch.float64)
+        start_U = steps[:, :loop_idx].sum(dim=1)
+        return self._at(start_U, steps[:, loop_idx], loop_idx, budgets)
+
+    def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
+        if loop_idx is None:
+            return super()._compute(loop_idx, budgets)
+        k = torch.tensor(budgets, dtype=torch.float64)
+        return self._at(loop_idx / k, 1 / k, loop_idx, budgets)
+
+    def _at(
+        self, time_U: Tensor, step_U: Tensor, loop_idx: int, budgets: tuple[int, ...]
+    ) -> LoopModulation:
+        device = self.time_in.weight.device
+        # fp32 under autocast: a handful of vectors, and times must not be rounded to 8 bits.
+        with torch.autocast(device.type, enabled=False):
+            condition_UD = self.condition(time_U.float().to(device), step_U.float().to(device))
+            sublayers = tuple(sublayer(condition_UD) for sublayer in self.core)
+        return LoopModulation(sublayers, None, self._fixed(loop_idx, budgets))
 
 
 def spread_rows(modulation: LoopModulation, row_entry_B: Tensor) -> LoopModulation:
     """Give each row its entry: [U, 1, .] -> [B, 1, .]; factors shared by all rows stay."""
     return tree_map(
-        lambda t: t.index_select(0, row_entry_B) if _is_per_budget(t) else t, modulation
+        lambda t: t.index_select(0, row_entry_B.to(t.device)) if _is_per_budget(t) else t,
+        modulation,
     )
 
 
@@ -218,5 +305,34 @@ def _concatenate(*leaves: Tensor | None) -> Tensor | None:
 def make_conditioning(config: ModelConfig) -> LoopConditioning:
     """The conditioning that the config asks for."""
     if config.modulation is None:
-        return LoopConditioning(config.loop)
-    return ELRModulation(config)
+        return LoopConditioning(config)
+    if isinstance(config.modulation, TimeModulationConfig):
+        return TimeModulation(config, config.modulation)
+    return ELRModulation(config, config.modulation)
+
+
+def check_step_sizes(step_sizes: Tensor, num_loops: NumLoops, *, batch_size: int) -> Tensor:
+    """Step sizes as [1 or B, loops].
+
+    Args: step_sizes: [loops], or [B, most loops] with zeros after each row's last step.
+    Raises: ValueError unless each row has as many positive steps as loops, adding up to 1.
+    """
+    steps = step_sizes[None] if step_sizes.ndim == 1 else step_sizes
+    loops = torch.as_tensor(num_loops).reshape(-1)
+    if steps.ndim != 2 or len(steps) not in (1, batch_size) or steps.shape[1] < int(loops.max()):
+        raise ValueError(
+            f"step_sizes has shape {tuple(step_sizes.shape)} for {batch_size} rows of up to "
+            f"{int(loops.max())} loops; give [loops], or [rows, most loops]."
+        )
+    steps = steps.to("cpu", torch.float64)
+    loops = loops.expand(max(len(steps), len(loops)))
+    steps = steps.expand(len(loops), -1)
+    expected = torch.arange(steps.shape[1]) < loops[:, None]
+    wrong = ((steps > 0) != expected).any(dim=1) | ((steps.sum(dim=1) - 1).abs() > 1e-4)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"step_sizes of row {row} are {steps[row].tolist()} for {int(loops[row])} loops; give "
+            "one positive step per loop, zeros after them, adding up to 1."
+        )
+    return steps

@@ -96,7 +96,7 @@ def _tiny_pointer() -> ModelConfig:
         head_dim=32,
         d_ff=256,
         max_context=32,
-        qk_norm=True,
+        qk_norm="rms",
         num_loops=4,
         max_loops=4,
     )

@@ -6,9 +6,6 @@ of loops is checked here, once, for every caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -62,34 +59,43 @@ def allowed_num_loops(config: ModelConfig, num_loops: NumLoops, *, batch_size: i
     return check_num_loops(num_loops, batch_size=batch_size, max_loops=limit)
 
 
-@dataclass(frozen=True)
-class LoopVisit:
-    """One pass of the core over the rows that still loop.
+class ActiveRows:
+    """Rows of a batch that still loop, deepest first.
 
-    Fields:
-        loop_idx: 0-based; num_loops: of these rows (an int, or one entry per row).
-        rows: user-order rows, deepest first; None for the whole batch in user order.
-        num_leaving: rows at the end of `rows` (the shallowest) that leave after this pass.
+    Sorted by depth, the rows whose loops are done are always the last ones, and active rows stay
+    a prefix. While every row runs one common int of loops and none stops early, `rows` is None.
     """
 
-    loop_idx: int
-    num_loops: NumLoops
-    rows: Tensor | None
-    num_leaving: int
+    def __init__(self, num_loops: NumLoops, batch_size: int) -> None:
+        self.num_rows = batch_size
+        self.rows: Tensor | None = None
+        self.num_loops = num_loops
+        if isinstance(num_loops, Tensor):
+            self.rows = torch.argsort(num_loops, descending=True, stable=True)
+            self.num_loops = num_loops[self.rows]
 
+    def num_leaving(self, loop_idx: int) -> int:
+        """Rows at the end whose last pass is `loop_idx`."""
+        if isinstance(self.num_loops, int):
+            return self.num_rows if loop_idx == self.num_loops - 1 else 0
+        return int((self.num_loops == loop_idx + 1).sum())
 
-def visits(num_loops: NumLoops, batch_size: int) -> Iterator[LoopVisit]:
-    """Passes of the core for one forward. Rows of a mixed batch are sorted, deepest first, so
-    that the rows that leave are always the last ones and active rows stay a prefix.
-    """
-    if isinstance(num_loops, int):
-        for loop_idx in range(num_loops):
-            leaving = batch_size if loop_idx == num_loops - 1 else 0
-            yield LoopVisit(loop_idx, num_loops, None, leaving)
-        return
-    order = torch.argsort(num_loops, descending=True, stable=True)
-    depths = num_loops[order]
-    for loop_idx in range(int(depths[0])):
-        num_active = int((depths > loop_idx).sum())
-        num_staying = int((depths > loop_idx + 1).sum())
-        yield LoopVisit(loop_idx, depths[:num_active], order[:num_active], num_active - num_staying)
+    def after(self, loop_idx: int, keep: Tensor | None) -> Tensor | None:
+        """Drop the rows that are done after pass `loop_idx`, and those that `keep` says stop.
+
+        Args: keep: bool per active row; None keeps all.
+        Returns: places of the rows that stay, among those that were active; None if all stay.
+        """
+        num_done = self.num_leaving(loop_idx)
+        if keep is None and not num_done:
+            return None
+        stays = torch.ones(self.num_rows, dtype=torch.bool) if keep is None else keep.cpu().clone()
+        stays[self.num_rows - num_done :] = False
+        places = stays.nonzero()[:, 0]
+        if len(places) == self.num_rows:
+            return None
+        self.rows = places if self.rows is None else self.rows[places]
+        if isinstance(self.num_loops, Tensor):
+            self.num_loops = self.num_loops[places]
+        self.num_rows = len(places)
+        return places

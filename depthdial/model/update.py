@@ -2,7 +2,7 @@
 
 All updates share `update(prev, candidate, injected, params, mod)`; loop index and loop count
 reach them only as tensors in `mod`.
-Letters: B batch, T query tokens, D model width.
+Letters: B batch, T query tokens, D model width, R low rank.
 """
 
 from __future__ import annotations
@@ -15,36 +15,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, UpdateName
+from depthdial.model.noise import truncated_normal
 
 
 class UpdateModulation(NamedTuple):
     """Conditioning of the update, [1 or B, 1, D] or broadcastable; None where there is none.
 
     exit_gain multiplies the rate (pi_i + g_exit of ELR); gate_bypass is 1 where the candidate
-    replaces the state exactly and 0 elsewhere.
+    replaces the state exactly and 0 elsewhere; loop_share is 1 / k; anchor is the weight of the
+    first candidate, non-zero after the last loop only.
     """
 
     exit_gain: Tensor | None
     gate_bypass: Tensor | None
+    loop_share: Tensor | None = None
+    anchor: Tensor | None = None
 
 
 class GateParams(NamedTuple):
-    """Parameters of the updates: W [D, D], b [D], gamma [D] or a rate alpha [D]; None if unused."""
+    """Parameters of the updates; None if unused.
+
+    weight W [D, D], bias b [D], gamma [D]; a rate alpha [D]; or down [R, D], up [D, R], bias [D]
+    and log_decay [D] of the decay gate.
+    """
 
     weight: Tensor | None = None
     bias: Tensor | None = None
     gamma: Tensor | None = None
     rate: Tensor | None = None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    log_decay: Tensor | None = None
 
 
-def initial_state(h_in_BTD: Tensor) -> Tensor:
-    """s_0 = h_in (ELR section 3.1)."""
-    return h_in_BTD
+def initial_state(h_in_BTD: Tensor, positions_BT: Tensor, config: LoopConfig) -> Tensor:
+    """s_0: h_in (ELR section 3.1), zeros, or noise that depends on (seed, position, channel)
+    alone, so that batch, padding, chunks and cache do not change it (truncated normal as in
+    arXiv 2502.05171).
+    """
+    if config.initial_state == "prelude":
+        return h_in_BTD
+    if config.initial_state == "zero":
+        return torch.zeros_like(h_in_BTD)
+    assert config.random_state_std is not None
+    noise_BTD = truncated_normal(
+        positions_BT, h_in_BTD.shape[-1], seed=config.random_state_seed, std=config.random_state_std
+    )
+    return noise_BTD.to(h_in_BTD.dtype).expand_as(h_in_BTD)
 
 
-def inject(state_BTD: Tensor, h_in_BTD: Tensor, *, reinject: bool) -> Tensor:
-    """Core input before modulation: s + h_in with re-injection, else s (ELR Eq. 1)."""
-    return state_BTD + h_in_BTD if reinject else state_BTD
+class Injection(nn.Module):
+    """How the prelude output enters a loop; one of
+
+    | none      z = s                                                                       |
+    | add       z = s + h_in                          (ELR Eq. 1)                           |
+    | concat    z = W [s; h_in]                       (arXiv 2502.05171, 2511.07384)         |
+    | diagonal  z = exp(-dt e^a) s + dt B h_in, dt = softplus(step_bias)  (arXiv 2604.12946) |
+    """
+
+    def __init__(self, d_model: int, config: LoopConfig) -> None:
+        super().__init__()
+        self.name = config.injection
+        is_diagonal = config.injection == "diagonal"
+        self.adapter = (
+            nn.Linear(2 * d_model, d_model, bias=False) if config.injection == "concat" else None
+        )
+        self.log_decay = nn.Parameter(torch.zeros(d_model)) if is_diagonal else None
+        self.step_bias = nn.Parameter(torch.zeros(d_model)) if is_diagonal else None
+        self.input = nn.Linear(d_model, d_model, bias=False) if is_diagonal else None
+
+    def forward(self, state_BTD: Tensor, h_in_BTD: Tensor) -> Tensor:
+        """Core input before modulation [B, T, D]."""
+        if self.name == "add":
+            return state_BTD + h_in_BTD
+        if self.adapter is not None:
+            return self.adapter(torch.cat([state_BTD, h_in_BTD], dim=-1)).to(state_BTD.dtype)
+        if self.input is None or self.log_decay is None or self.step_bias is None:
+            return state_BTD
+        # fp32: a decay near 1 is applied k times.
+        wide = torch.promote_types(self.step_bias.dtype, torch.float32)
+        step_D = F.softplus(self.step_bias.to(wide))
+        decay_D = torch.exp(-step_D * self.log_decay.to(wide).exp())
+        kept_BTD = decay_D * state_BTD.to(wide)
+        return (kept_BTD + step_D * self.input(h_in_BTD).to(wide)).to(state_BTD.dtype)
 
 
 def replace(
@@ -110,6 +163,45 @@ def adaptive_delta(
     return _move(prev_BTD, candidate_BTD, adaptive_rate(injected_BTD, params), mod)
 
 
+def decay_gate(
+    prev_BTD: Tensor,
+    candidate_BTD: Tensor,
+    injected_BTD: Tensor,
+    params: GateParams,
+    mod: UpdateModulation,
+) -> Tensor:
+    """s_i = s_{i-1} + alpha * (r_i - s_{i-1}), alpha in (0, 1) read from the difference itself.
+
+        alpha = exp(-softplus(U V (r - s) + b) * e^a)
+
+    params: down V [R, D], up U [D, R], bias b [D], log_decay a [D]. Source: arXiv 2605.11011.
+    """
+    return _move(prev_BTD, candidate_BTD, decay_rate(prev_BTD, candidate_BTD, params), mod)
+
+
+def decay_rate(prev_BTD: Tensor, candidate_BTD: Tensor, params: GateParams) -> Tensor:
+    """alpha of `decay_gate`, at least fp32, [B, T, D]."""
+    assert params.down is not None and params.up is not None
+    assert params.bias is not None and params.log_decay is not None
+    logits_BTD = F.linear(F.linear(candidate_BTD - prev_BTD, params.down), params.up)
+    # fp32: near alpha = 1 a bf16 exponent moves in steps of half a percent.
+    wide = torch.promote_types(logits_BTD.dtype, torch.float32)
+    step_BTD = F.softplus(logits_BTD.to(wide) + params.bias.to(wide))
+    return torch.exp(-step_BTD * params.log_decay.to(wide).exp())
+
+
+def damped(
+    prev_BTD: Tensor,
+    candidate_BTD: Tensor,
+    injected_BTD: Tensor,
+    params: GateParams,
+    mod: UpdateModulation,
+) -> Tensor:
+    """s_i = (1 - 1/k) s_{i-1} + r_i / k, without parameters (arXiv 2605.23872)."""
+    assert mod.loop_share is not None
+    return _move(prev_BTD, candidate_BTD, mod.loop_share.to(prev_BTD.device), mod)
+
+
 def adaptive_rate(injected_BTD: Tensor, params: GateParams) -> Tensor:
     """beta = sigmoid(W z + b) * softplus(gamma), at least fp32, [B, T, D]."""
     assert params.weight is not None and params.bias is not None and params.gamma is not None
@@ -138,6 +230,9 @@ UPDATES: dict[UpdateName, StateUpdateFunction] = {
     "residual": residual,
     "delta": delta,
     "adaptive_delta": adaptive_delta,
+    "decay_gate": decay_gate,
+    "damped": damped,
+    "anchored": damped,
 }
 
 
@@ -151,9 +246,22 @@ class StateUpdate(nn.Module):
         self.gate = nn.Linear(d_model, d_model) if is_adaptive else None
         self.gamma = nn.Parameter(torch.zeros(d_model)) if is_adaptive else None
         self.rate = nn.Parameter(torch.full((d_model,), config.delta_init)) if is_delta else None
+        self.down = self.up = self.log_decay = None
+        if config.update == "decay_gate":
+            assert config.gate_rank is not None
+            self.down = nn.Linear(d_model, config.gate_rank, bias=False)
+            self.up = nn.Linear(config.gate_rank, d_model)
+            self.log_decay = nn.Parameter(torch.zeros(d_model))
 
     def params(self) -> GateParams:
         """The parameters as the update functions take them."""
+        if self.down is not None and self.up is not None:
+            return GateParams(
+                bias=self.up.bias,
+                down=self.down.weight,
+                up=self.up.weight,
+                log_decay=self.log_decay,
+            )
         weight, bias = (None, None) if self.gate is None else (self.gate.weight, self.gate.bias)
         return GateParams(weight, bias, self.gamma, self.rate)
 

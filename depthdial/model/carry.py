@@ -1,0 +1,73 @@
+"""Tensors that one pass of the core hands to the next besides the state.
+
+Without a cache, models whose later loops read the first loop's keys and values get them from
+here, so that training and inference run the same rule and recomputation keeps its memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from depthdial.config import ModelConfig
+from depthdial.layers.state import GivenKV, GivenSlot, KVSlot, RecordingSlot, UncachedSlot
+
+
+class LoopCarry(NamedTuple):
+    """Fields:
+    first_keys: (k, v) of every token mixer of the core in the first loop; empty before it; None
+        for models and calls that need none.
+    first_candidate: the first loop's candidate state; None before it, and for updates that have
+        no anchor.
+    """
+
+    first_keys: tuple[tuple[Tensor, Tensor], ...] | None = None
+    first_candidate: Tensor | None = None
+
+    def narrow(self, places: Tensor) -> LoopCarry:
+        """Keep some rows of the batch."""
+        return tree_map(lambda t: None if t is None else t[places.to(t.device)], self)
+
+
+def first_carry(config: ModelConfig, *, is_cached: bool) -> LoopCarry:
+    """The carry before the first loop."""
+    shares = config.loop.cache_policy == "share_first" or config.loop.local_window is not None
+    return LoopCarry(first_keys=() if shares and not is_cached else None)
+
+
+def slots_from_carry(
+    carry: LoopCarry, slots: tuple[KVSlot, ...], *, config: ModelConfig
+) -> tuple[KVSlot, ...]:
+    """The slots of one pass: recording in the first loop, then reading what it recorded."""
+    if carry.first_keys is None:
+        return slots
+    if not carry.first_keys:
+        return tuple(RecordingSlot() for _ in slots)
+    if config.loop.local_window is not None:
+        return tuple(UncachedSlot(shared=GivenKV(k, v)) for k, v in carry.first_keys)
+    return tuple(GivenSlot(k, v) for k, v in carry.first_keys)
+
+
+def with_first_keys(carry: LoopCarry, slots: tuple[KVSlot, ...]) -> LoopCarry:
+    """The carry with what recording slots hold."""
+    if carry.first_keys != ():
+        return carry
+    recorded = [slot for slot in slots if isinstance(slot, RecordingSlot)]
+    pairs = tuple((s.k, s.v) for s in recorded if s.k is not None and s.v is not None)
+    return carry._replace(first_keys=pairs)
+
+
+def with_first_candidate(carry: LoopCarry, candidate_BTD: Tensor) -> LoopCarry:
+    """The carry with the candidate of the first loop."""
+    if carry.first_candidate is not None:
+        return carry
+    return carry._replace(first_candidate=candidate_BTD)
+
+
+def anchor(state_BTD: Tensor, first_candidate_BTD: Tensor | None, weight: Tensor) -> Tensor:
+    """(1 - w) state + w first candidate, [B, T, D] (arXiv 2605.23872)."""
+    assert first_candidate_BTD is not None
+    return torch.lerp(state_BTD, first_candidate_BTD, weight.to(state_BTD))
