@@ -1,4 +1,4 @@
-"""What the project knows about one published family, as data and four functions.
+"""What the project knows about one published family, as data and a few functions.
 
 The families themselves are in `families/`, their list in `hf_maps.py`.
 """
@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthdial.config import ModelConfig
-from depthdial.convert.source_config import SourceConfig
+from depthdial.convert.source_config import WITHOUT_EFFECT, SourceConfig
 from depthdial.convert.tensor_rules import TensorRule
+
+NOT_IN_SOURCES = {
+    "init_std",
+    "max_loops",
+    "loop.beyond_max_loops",
+    "loop.delta_init",
+    "loop.gamma_init",
+    "loop.random_state_seed",
+}
+"""Fields of ours that a published format may leave out: they concern training, or what our own
+tools do beyond it."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +39,58 @@ class Family:
     """Source config -> ours. ValueError names what this runtime cannot do."""
     rules: Callable[[ModelConfig, dict[str, Any]], list[TensorRule]]
     """Tensors of a model of ours and of the source config that it came from or goes to."""
-    write: Callable[[ModelConfig, dict[str, Any] | None], dict[str, Any]]
-    """Ours -> source config. Keys of the origin's config that still hold are kept as they are.
-    ValueError where the family has no way to say what the model is."""
+    to_source: Callable[[ModelConfig], dict[str, Any]]
+    """Ours -> a source config in the published spelling, as far as the format can say it."""
     limits: Callable[[ModelConfig], list[str]]
     """What this runtime does differently from the published one, in sentences for people."""
+
+    def write(self, config: ModelConfig, origin: dict[str, Any] | None) -> dict[str, Any]:
+        """The source config of an export.
+
+        Args: origin: source config that the model came from; returned unchanged where it still
+            says what the model is. Otherwise its keys without effect (special tokens, class
+            names) are kept.
+        Raises: ValueError naming the fields that the format cannot say.
+        """
+        if origin is not None and not self._differences(config, origin):
+            return dict(origin)
+        values = self.to_source(config)
+        if origin is not None and self.matches(origin):
+            values |= {key: origin[key] for key in origin if key in WITHOUT_EFFECT}
+        different = self._differences(config, values)
+        if different:
+            raise ValueError(
+                f"the format of '{self.name}' cannot say what this model is: "
+                f"{'; '.join(different)}. Export it with another family, or as this project's own "
+                "format."
+            )
+        return values
+
+    def _differences(self, config: ModelConfig, values: dict[str, Any]) -> list[str]:
+        """Fields in which a source config means another model than ours."""
+        if not self.matches(values):
+            return [f"it is not a config of '{self.name}'"]
+        meant, ours = _flat(self.read(SourceConfig(values))), _flat(config)
+        return [
+            f"{key}={ours.get(key)!r} would be read as {meant.get(key)!r}"
+            for key in sorted(meant.keys() | ours.keys())
+            if key not in NOT_IN_SOURCES and meant.get(key) != ours.get(key)
+        ]
+
+
+def _flat(config: ModelConfig) -> dict[str, Any]:
+    """Dotted key -> value; the layout written out, since sources spell it in their own way."""
+    flat: dict[str, Any] = {}
+
+    def visit(values: dict[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                visit(value, f"{prefix}{key}.")
+            elif value is not None:
+                flat[f"{prefix}{key}"] = value
+
+    visit(config.to_dict(), "")
+    flat["layout"] = config.sublayers
+    if config.core_d_ff == config.d_ff:
+        flat.pop("core_d_ff", None)
+    return flat

@@ -8,6 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from depthdial.config import ModelConfig, nearest_name
+from depthdial.convert.families.dense import LLAMA, QWEN3
+from depthdial.convert.families.dory import DORY
+from depthdial.convert.families.huginn import HUGINN
+from depthdial.convert.families.iquest_loop import IQUEST_LOOP
+from depthdial.convert.families.loopformer import LOOPFORMER
+from depthdial.convert.families.loopus import LOOPUS
+from depthdial.convert.families.nanbeige import NANBEIGE
+from depthdial.convert.families.ouro import OURO
+from depthdial.convert.families.parcae import PARCAE
+from depthdial.convert.families.retrofit import RETROFIT
 from depthdial.convert.family import Family
 from depthdial.convert.source_config import SourceConfig
 from depthdial.convert.tensor_rules import (
@@ -42,7 +52,19 @@ __all__ = [
     "select_rules",
 ]
 
-FAMILIES: tuple[Family, ...] = ()
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN3,
+    OURO,
+    HUGINN,
+    DORY,
+    NANBEIGE,
+    IQUEST_LOOP,
+    PARCAE,
+    LOOPFORMER,
+    LOOPUS,
+    RETROFIT,
+)
 """Every family that import and export know."""
 
 

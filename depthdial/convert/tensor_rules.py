@@ -6,6 +6,7 @@ give the same bytes. Which rules a family needs is in `families/`; files are not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,10 +32,6 @@ class TensorRule(Protocol):
         """Our tensors that the rule fills."""
 
     @property
-    def may_be_absent(self) -> bool:
-        """The source is complete without the rule's tensors."""
-
-    @property
     def is_exported(self) -> bool:
         """Export writes it where nothing is known about an earlier source."""
 
@@ -51,7 +48,6 @@ class Rename:
 
     source: str
     ours: str
-    may_be_absent: bool = False
     is_exported: bool = True
 
     @property
@@ -81,7 +77,6 @@ class Split:
     ours: tuple[str, ...]
     sizes: tuple[int, ...]
     source_shape: tuple[int, ...] | None = None
-    may_be_absent: bool = False
     is_exported: bool = True
 
     @property
@@ -116,7 +111,6 @@ class Regroup:
     source: str
     rows: int
     ours: Mapping[str, tuple[int, ...]]
-    may_be_absent: bool = False
     is_exported: bool = True
 
     @property
@@ -148,7 +142,6 @@ class Reshape:
     ours: str
     source_shape: tuple[int, ...]
     our_shape: tuple[int, ...]
-    may_be_absent: bool = False
     is_exported: bool = True
 
     @property
@@ -179,7 +172,6 @@ class Copy:
     source: str
     same_as: str
     ours: str
-    may_be_absent: bool = True
     is_exported: bool = True
 
     @property
@@ -213,7 +205,6 @@ class Buffer:
     source: str
     make: Callable[[], Tensor]
     tolerance: float = 1e-4
-    may_be_absent: bool = True
     is_exported: bool = True
 
     @property
@@ -249,23 +240,32 @@ class Buffer:
 def select_rules(rules: Sequence[TensorRule], stored: Iterable[str]) -> list[TensorRule]:
     """The rules of a checkpoint that holds the tensors named `stored`.
 
+    A tensor of ours may have several rules, one for each spelling of its source, of which the
+    checkpoint must use exactly one; a rule without tensors of ours (a copy, a buffer) may be
+    absent.
+
     Raises: ValueError naming every tensor that no rule accounts for, with the nearest known name,
-        and every tensor that a rule needs and the checkpoint lacks.
+        and every tensor that is missing or stored twice.
     """
     present = set(stored)
-    by_name = {name: rule for rule in rules for name in rule.source_names}
-    problems = [
-        f"unknown tensor '{name}'.{_nearest(name, by_name)}"
-        for name in sorted(present - by_name.keys())
-    ]
-    missing = [
-        name for name, rule in by_name.items() if name not in present and not rule.may_be_absent
-    ]
-    problems += [f"missing tensor '{name}'." for name in sorted(missing)]
+    known = [name for rule in rules for name in rule.source_names]
+    problems = [f"unknown tensor '{name}'.{_nearest(name, known)}" for name in present - {*known}]
+    chosen = [rule for rule in rules if present.issuperset(rule.source_names)]
+    spellings: dict[str, list[str]] = {}
+    for rule in rules:
+        for ours in rule.our_names:
+            spellings.setdefault(ours, []).append(" + ".join(rule.source_names))
+    filled = Counter(ours for rule in chosen for ours in rule.our_names)
+    for ours, names in spellings.items():
+        if filled[ours] == 0:
+            problems.append(f"missing tensor '{names[0]}'.")
+        elif filled[ours] > 1:
+            problems.append(f"{' and '.join(names)} are the same tensor; remove one.")
     if problems:
+        problems.sort()
         shown, more = problems[:8], len(problems) - 8
         raise ValueError(" ".join(shown) + (f" ... and {more} more." if more > 0 else ""))
-    return [rule for rule in rules if present.issuperset(rule.source_names)]
+    return chosen
 
 
 def rules_to_export(rules: Sequence[TensorRule], origin: Iterable[str] | None) -> list[TensorRule]:
