@@ -1,7 +1,8 @@
 """Which parameter is trained by which rule, and at which learning rate.
 
 Here live the groups, the Muon and AdamW pair behind one class, its state as named tensors,
-and the warmup-stable-decay schedule. What the loss is and when to step is not decided here.
+and the warmup-stable-decay schedule. Patterns of names are in `patterns.py`; what the loss is and
+when to step is not decided here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,33 @@ import torch
 from torch import Tensor, nn
 
 from depthdial.config import OptimConfig, nearest_name
+from depthdial.train.patterns import lr_pattern
 
 GroupName = Literal["matrices", "decayed", "undecayed"]
 
-EMBEDDING_OR_HEAD = re.compile(r"(embedding|lm_head)\.weight")
-STACK = re.compile(r"(prelude|core|coda)_stack\.\d+\.")
-STACK_MIXER = re.compile(STACK.pattern + r"mixer\.")
+STACK = r"(prelude|core|coda)_stack\.\d+\."
+RULES: tuple[tuple[GroupName, re.Pattern[str], int | None], ...] = tuple(
+    (group, re.compile(pattern), ndim)
+    for group, pattern, ndim in (
+        ("decayed", r"(embedding|position_embedding|lm_head)\.weight", 2),
+        ("decayed", STACK + r"mixer\.value_embedding\.weight", 2),
+        ("matrices", STACK + r"mixer\.(q|k|v|o|g|gate|up|down)_proj\.weight", 2),
+        # Gates and what decides how fast the state moves: decay would pull them to a function
+        # that nobody chose (a gate to one half, an injection to nothing).
+        ("undecayed", STACK + r"mixer\.(value_gate|mix_gate)\.weight", 2),
+        ("undecayed", STACK + r".+", 1),
+        ("undecayed", r"(state_update|injection|exit_gate)\..+", None),
+        ("undecayed", r"state_projection\.weight", 2),
+        ("undecayed", r"(final_norm|prelude_norm)\.weight|logit_scale", 1),
+        ("undecayed", r"modulation\..+", 1),
+        ("undecayed", r"modulation\..*bias", None),
+        ("decayed", r"modulation\..+", None),
+        # Decay pulls a visit's difference to zero, that is, to the weights that all visits share.
+        ("decayed", r"visit_deltas\.sublayers\.\d+\.\w+_proj\.(down|up)", 3),
+        ("undecayed", r"visit_deltas\.sublayers\.\d+\.(post_)?norm", 2),
+    )
+)
+"""(group, whole name, dimensions or None for any); the first rule that fits decides."""
 
 # State that torch keeps per parameter, and of which shape: "like" the parameter or a scalar.
 STATE_KEYS = {
@@ -32,26 +54,18 @@ STATE_KEYS = {
 def parameter_group(name: str, parameter: Tensor) -> GroupName:
     """Group of one parameter.
 
-    matrices: block matrices. decayed: embedding, head, modulation matrices. undecayed: norms,
-    biases and everything of the state update.
+    matrices: projections of the blocks. decayed: embeddings, head, modulation matrices, low-rank
+    differences of visits. undecayed: norms, biases, gates, scales, state update, injection and
+    state projection (arXiv 2604.12946).
     Raises: ValueError for a name that no rule knows, so that a new module cannot fall into a
         group by accident.
     """
-    if EMBEDDING_OR_HEAD.fullmatch(name):
-        return "decayed"
-    if name == "final_norm.weight" or name.startswith("state_update."):
-        return "undecayed"
-    if name.startswith("modulation."):
-        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
-        return "decayed" if is_matrix else "undecayed"
-    if STACK.match(name) and parameter.ndim < 2:
-        return "undecayed"
-    if STACK_MIXER.match(name) and parameter.ndim == 2:
-        return "matrices"
+    for group, pattern, ndim in RULES:
+        if pattern.fullmatch(name) and ndim in (None, parameter.ndim):
+            return group
     raise ValueError(
         f"parameter '{name}' of shape {tuple(parameter.shape)} belongs to no optimizer group. "
-        "Known: embedding, lm_head, final_norm, state_update.*, modulation.*, and vectors and "
-        "mixer matrices of prelude_stack, core_stack, coda_stack. Add a rule to parameter_group."
+        "Add a rule for it to RULES."
     )
 
 
@@ -83,6 +97,9 @@ def group_parameters(model: nn.Module) -> dict[GroupName, dict[str, nn.Parameter
 class Optimizers:
     """Muon for block matrices and AdamW for the rest, or AdamW for everything.
 
+    Frozen parameters (`requires_grad` False) are not held and have no state. The parameters of a
+    pattern with its own learning rate form a group of their own, named `group:pattern`.
+
     The state of every parameter exists from the start (zeros, step 0; what torch itself would
     begin with), so that a saved state is complete even if a parameter had no gradient yet.
     """
@@ -90,7 +107,7 @@ class Optimizers:
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         self.config = config
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._groups: dict[GroupName, dict] = {}
+        self._groups: dict[str, dict] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._lr_scale = 1.0
         self.add_module_parameters(model)
@@ -105,7 +122,7 @@ class Optimizers:
         Raises: ValueError if a parameter trained so far is gone from the model.
         """
         groups = group_parameters(model)
-        present = {p: name for group in groups.values() for name, p in group.items()}
+        present = {p: name for members in groups.values() for name, p in members.items()}
         gone = [name for parameter, name in self._names.items() if parameter not in present]
         if gone:
             raise ValueError(
@@ -118,18 +135,18 @@ class Optimizers:
         }
         self._names = present
         for group, members in added.items():
-            if members:
-                self._extend_group(group, list(members.values()))
+            for pattern, parameters in self._by_pattern(members).items():
+                self._extend_group(group, pattern, parameters)
         return tuple(name for members in added.values() for name in members)
 
-    def group_names(self) -> dict[GroupName, tuple[str, ...]]:
+    def group_names(self) -> dict[str, tuple[str, ...]]:
         """Parameter names in each group that has any."""
         return {
             group: tuple(self._names[p] for p in settings["params"])
             for group, settings in self._groups.items()
         }
 
-    def learning_rates(self) -> dict[GroupName, float]:
+    def learning_rates(self) -> dict[str, float]:
         """Present learning rate of each group."""
         return {group: settings["lr"] for group, settings in self._groups.items()}
 
@@ -202,26 +219,40 @@ class Optimizers:
         for name, target in own.items():
             target.copy_(tensors[name])
 
-    def _extend_group(self, group: GroupName, parameters: list[nn.Parameter]) -> None:
+    def _by_pattern(self, members: dict[str, nn.Parameter]) -> dict[str | None, list[nn.Parameter]]:
+        """Parameters of one group, apart for each learning rate of their own."""
+        parts: dict[str | None, list[nn.Parameter]] = {}
+        for name, parameter in members.items():
+            parts.setdefault(lr_pattern(name, self.config), []).append(parameter)
+        return parts
+
+    def _extend_group(
+        self, group: GroupName, pattern: str | None, parameters: list[nn.Parameter]
+    ) -> None:
         """Put parameters at the end of a group, making the group on first use."""
         rule = "muon" if group == "matrices" and self.config.optimizer == "muon" else "adamw"
-        if group in self._groups:
-            self._groups[group]["params"].extend(parameters)
+        name = group if pattern is None else f"{group}:{pattern}"
+        if name in self._groups:
+            self._groups[name]["params"].extend(parameters)
         else:
-            settings = self._new_settings(group, parameters)
+            settings = self._new_settings(group, pattern, parameters)
             if rule in self._optimizers:
                 self._optimizers[rule].add_param_group(settings)
             else:
                 self._optimizers[rule] = self._new_optimizer(rule, settings)
-            self._groups[group] = self._optimizers[rule].param_groups[-1]
+            self._groups[name] = self._optimizers[rule].param_groups[-1]
         for parameter in parameters:
             self._optimizers[rule].state[parameter] = _zero_state(rule, parameter)
 
-    def _new_settings(self, group: GroupName, parameters: list[nn.Parameter]) -> dict:
+    def _new_settings(
+        self, group: GroupName, pattern: str | None, parameters: list[nn.Parameter]
+    ) -> dict:
         """Learning rate and decay of a group."""
         config = self.config
         peak_lr = config.lr
-        if group != "matrices" and config.adamw_lr is not None:
+        if pattern is not None:
+            peak_lr = config.lr_by_pattern[pattern]
+        elif group != "matrices" and config.adamw_lr is not None:
             peak_lr = config.adamw_lr
         return {
             "params": parameters,

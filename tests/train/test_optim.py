@@ -153,6 +153,33 @@ def test_b33_only_block_matrices_are_in_muon():
         ("modulation.down", (4, 8), "decayed"),
         ("modulation.stacked_heads", (3, 8, 6), "decayed"),
         ("modulation.stacked_bias", (3, 8), "undecayed"),
+        ("modulation.time_in.weight", (8, 16), "decayed"),
+        ("modulation.core.0.heads.bias", (16,), "undecayed"),
+        ("position_embedding.weight", (16, 8), "decayed"),
+        ("prelude_norm.weight", (8,), "undecayed"),
+        ("logit_scale", (16,), "undecayed"),
+        ("core_stack.0.alpha", (8,), "undecayed"),
+        ("core_stack.0.post_norm.weight", (8,), "undecayed"),
+        ("core_stack.0.mixer.g_proj.weight", (8, 8), "matrices"),
+        ("core_stack.0.mixer.q_scale", (8,), "undecayed"),
+        ("core_stack.1.mixer.up_scale", (16,), "undecayed"),
+        ("core_stack.0.mixer.value_embedding.weight", (16, 8), "decayed"),
+        ("core_stack.0.mixer.value_gate.weight", (2, 8), "undecayed"),
+        ("core_stack.0.mixer.mix_gate.weight", (2, 4), "undecayed"),
+        ("core_stack.0.mixer.mix_gate.bias", (2,), "undecayed"),
+        ("state_update.down.weight", (2, 8), "undecayed"),
+        ("state_update.log_decay", (8,), "undecayed"),
+        ("injection.adapter.weight", (8, 16), "undecayed"),
+        ("injection.input.weight", (8, 8), "undecayed"),
+        ("injection.log_decay", (8,), "undecayed"),
+        ("injection.step_bias", (8,), "undecayed"),
+        ("state_projection.weight", (8, 8), "undecayed"),
+        ("exit_gate.norm.weight", (8,), "undecayed"),
+        ("exit_gate.linear.weight", (1, 8), "undecayed"),
+        ("visit_deltas.sublayers.0.q_proj.down", (2, 4, 8), "decayed"),
+        ("visit_deltas.sublayers.0.q_proj.up", (2, 8, 4), "decayed"),
+        ("visit_deltas.sublayers.0.norm", (2, 8), "undecayed"),
+        ("visit_deltas.sublayers.0.post_norm", (2, 8), "undecayed"),
     ],
 )
 def test_b33_group_of_each_kind_of_parameter(name, shape, group):
@@ -166,6 +193,8 @@ def test_b33_group_of_each_kind_of_parameter(name, shape, group):
         ("core_stack.0.norm.weight", (8, 8)),
         ("core_stack.0.mixer.experts.weight", (4, 8, 8)),
         ("old_core_stack.0.mixer.q_proj.weight", (8, 8)),
+        ("core_stack.0.mixer.router.weight", (4, 8)),
+        ("visit_deltas.sublayers.0.scale", (2, 8)),
         ("final_norm.bias", (8,)),
     ],
 )
@@ -383,7 +412,7 @@ def test_grafted_parameters_join_with_fresh_moments_and_old_moments_stay():
 def test_b33_real_model_is_grouped_completely_before_and_after_its_graft(update, tied):
     config = ModelConfig(
         vocab_size=32, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
-        d_ff=24, max_context=16, qk_norm=True, tie_embeddings=tied, max_loops=3,
+        d_ff=24, max_context=16, qk_norm="rms", tie_embeddings=tied, max_loops=3,
         loop=LoopConfig(update=update),
     )  # fmt: skip
     model = LoopedLM(config)
