@@ -1,7 +1,8 @@
 """What a layer sees of a cache: slots. The mask and the attention product live here too.
 
 A slot writes one call's keys and values at the current positions and attends; it never
-advances. Which slot serves which loop is decided in `model/loop_cache.py`.
+advances. Slots that store nothing are here, those over stored tensors in `kv_buffer.py`. Which
+slot serves which loop is decided in `model/loop_cache.py`.
 Letters: B batch, T query tokens, S source tokens, H query heads, G key/value heads,
 C channels per head.
 """
@@ -44,6 +45,16 @@ class AttentionMask:
             narrow_rows(self.bias_BTS, rows), narrow_rows(self.has_key_BT, rows), self.impl
         )
 
+    def without(self, missing_BS: Tensor) -> AttentionMask:
+        """Block the source tokens that are True, for every query of their row.
+
+        Each query must keep a key: `has_key_BT` stays as it is.
+        """
+        assert self.bias_BTS is not None, "the mask of a cached call has a bias"
+        blocked = _blocked(self.bias_BTS.dtype)
+        bias_BTS = self.bias_BTS.masked_fill(missing_BS[:, None, None, :], blocked)
+        return AttentionMask(bias_BTS, self.has_key_BT, self.impl)
+
 
 def narrow_rows(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
     """Select rows of dimension 0; a tensor shared by the whole batch (size 1) stays."""
@@ -78,10 +89,13 @@ def mask_from_allowed(
 
 
 def _bias(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
-    # Finite, so that a fully masked row softmaxes to finite numbers; has_key_BT zeroes it after.
-    blocked = torch.finfo(dtype).min / 2
     bias = torch.zeros(allowed_BTS.shape, dtype=dtype, device=allowed_BTS.device)
-    return bias.masked_fill(~allowed_BTS, blocked)[:, None]
+    return bias.masked_fill(~allowed_BTS, _blocked(dtype))[:, None]
+
+
+def _blocked(dtype: torch.dtype) -> float:
+    # Finite, so that a fully masked row softmaxes to finite numbers; has_key_BT zeroes it after.
+    return torch.finfo(dtype).min / 2
 
 
 class SharedKV(Protocol):
@@ -136,7 +150,7 @@ class UncachedSlot:
         mask: AttentionMask,
         scale: float,
     ) -> Tensor:
-        k_BTGC, v_BTGC = _written(k_BTGC, v_BTGC)
+        k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
         return attention(q_BTHC, k_BTGC, v_BTGC, mask=mask, scale=scale)
 
 
@@ -163,7 +177,7 @@ class RecordingSlot:
         mask: AttentionMask,
         scale: float,
     ) -> Tensor:
-        self.k, self.v = _written(k_BTGC, v_BTGC)
+        self.k, self.v = written(k_BTGC, v_BTGC)
         return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
 
 
@@ -195,85 +209,19 @@ class GivenSlot:
         mask: AttentionMask,
         scale: float,
     ) -> Tensor:
-        _check_unwritten(k_BTGC, v_BTGC)
+        check_unwritten(k_BTGC, v_BTGC)
         return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
 
 
-def _written(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> tuple[Tensor, Tensor]:
+def written(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The keys and values of a slot that stores."""
     assert k_BTGC is not None and v_BTGC is not None, "this slot stores keys and values"
     return k_BTGC, v_BTGC
 
 
-def _check_unwritten(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> None:
+def check_unwritten(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> None:
+    """A read-only slot gets neither keys nor values."""
     assert k_BTGC is None and v_BTGC is None, "a read-only slot takes no keys and values"
-
-
-class KVBuffer:
-    """Contiguous keys and values of one (layer, loop): [rows, capacity + 1, G, C] each.
-
-    The last position is a bin for padding tokens: written, never read.
-    """
-
-    def __init__(self, num_rows: int, capacity: int) -> None:
-        self.num_rows = num_rows
-        self.capacity = capacity
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-
-    def write(self, rows: Tensor, index_BT: Tensor, k_BTGC: Tensor, v_BTGC: Tensor) -> None:
-        """Put token t of row b at position index_BT[b, t] of row rows[b].
-
-        Raises: ValueError if the dtype differs from what is stored.
-        """
-        if self.k is None or self.v is None:
-            shape = (self.num_rows, self.capacity + 1, *k_BTGC.shape[2:])
-            self.k, self.v = k_BTGC.new_zeros(shape), v_BTGC.new_zeros(shape)
-        if self.k.dtype != k_BTGC.dtype:
-            raise ValueError(
-                f"this cache holds {self.k.dtype} keys and the call brings {k_BTGC.dtype}; keep "
-                "autocast on or off for all calls of one cache."
-            )
-        self.k[rows[:, None], index_BT] = k_BTGC
-        self.v[rows[:, None], index_BT] = v_BTGC
-
-    def read(self, rows: Tensor, num_source_tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first positions, [B, S, G, C] each."""
-        assert self.k is not None and self.v is not None, "a slot is read after its first write"
-        return self.k[rows, :num_source_tokens], self.v[rows, :num_source_tokens]
-
-    def num_bytes(self) -> int:
-        """Bytes held, the bin included."""
-        if self.k is None or self.v is None:
-            return 0
-        return self.k.nbytes + self.v.nbytes
-
-
-class CachedSlot:
-    """A buffer bound to this call's rows and positions."""
-
-    is_read_only = False
-    shared = None
-
-    def __init__(
-        self, buffer: KVBuffer, *, rows: Tensor, index_BT: Tensor, num_source_tokens: int
-    ) -> None:
-        self.buffer = buffer
-        self.rows = rows
-        self.index_BT = index_BT
-        self.num_source_tokens = num_source_tokens
-
-    def attend(
-        self,
-        q_BTHC: Tensor,
-        k_BTGC: Tensor | None,
-        v_BTGC: Tensor | None,
-        *,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Tensor:
-        self.buffer.write(self.rows, self.index_BT, *_written(k_BTGC, v_BTGC))
-        k_BSGC, v_BSGC = self.buffer.read(self.rows, self.num_source_tokens)
-        return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
 
 
 def attention(

@@ -1,9 +1,16 @@
 """Which stored keys and values serve (layer, loop): the named cache policies.
 
-per_loop       one slot per (layer, loop); exact.
-collapse_last  per_loop during the prompt; `end_prompt` keeps the last loop's entry of each token.
-               Afterwards loop i reads its own entry for the call's token and the kept ones before.
-last_step      one slot per layer; every loop overwrites the entries of the call's tokens.
+per_loop       one entry per loop; exact.
+collapse_last, collapse_first, collapse_mean
+               per_loop during the prompt; `end_prompt` keeps the last or first loop's entry of
+               each token, or the mean over its loops. Afterwards loop i reads its own entry for
+               the call's token and the kept ones before; the call's is kept by the same rule.
+last_step      one entry; every loop overwrites those of the call's tokens.
+share_first    one entry, the first loop's; later loops read it for the call's tokens too.
+stash_first    one entry, the first loop's, for later calls; in its call a loop reads its own.
+stash_last     the same with the entry that an extra pass over the core writes after the loops.
+huginn:..., parcae:...
+               several loops share entries, or tokens may lack some: `cache_policies.py`.
 
 Layers see slots, never this file. Only `LoopedLM` advances a cache.
 Letters: B batch, T query tokens, S source tokens.
@@ -12,18 +19,24 @@ Letters: B batch, T query tokens, S source tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from depthdial.config import CachePolicy, ModelConfig, nearest_name
-from depthdial.layers.state import CachedSlot, KVBuffer
+from depthdial.config import CachePolicy, ModelConfig
+from depthdial.layers.kv_buffer import (
+    CachedSlot,
+    KVBuffer,
+    LookupSlot,
+    OverlaySlot,
+    ReadOnlySlot,
+    StoredKV,
+    WritePlace,
+)
+from depthdial.layers.state import KVSlot
+from depthdial.model.cache_policies import Kept, cache_rule, find_entries
+from depthdial.model.cache_state import KEPT, Block, CacheState
 from depthdial.model.schedule import NumLoops
-
-Block = Literal["prelude", "core", "coda"]
-# Loop index of the buffer that outlives the loops, under the policies that keep one.
-KEPT = -1
 
 
 @dataclass(frozen=True)
@@ -73,19 +86,28 @@ class LoopCache:
             raise ValueError(
                 f"a cache needs batch_size >= 1 and capacity >= 1, got {batch_size}, {capacity}."
             )
-        if policy is not None and policy not in get_args(CachePolicy):
-            raise ValueError(
-                f"unknown cache policy '{policy}'."
-                f"{nearest_name(policy, list(get_args(CachePolicy)))}"
-            )
         self.policy: CachePolicy = config.loop.cache_policy if policy is None else policy
-        self.batch_size = batch_size
         self.capacity = capacity
-        self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self._row_loops_B = torch.zeros(batch_size, dtype=torch.int64)
-        self._prompt_ended = False
-        self._document_ids_BS: Tensor | None = None
-        self._buffers: dict[tuple[Block, int, int], KVBuffer] = {}
+        self._rule = cache_rule(self.policy, config)
+        self._shares_first = config.loop.local_window is not None
+        self._state = CacheState.empty(
+            self.policy, batch_size=batch_size, capacity=capacity, device=device
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return len(self.lengths_B)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Tokens stored per row."""
+        return self._state.lengths_B
+
+    @property
+    def needs_stash_pass(self) -> bool:
+        """Whether one more pass over the core, on `stash_slots`, has to follow the loops."""
+        return self._rule.kept == "stash"
 
     def open_call(
         self,
@@ -118,112 +140,238 @@ class LoopCache:
         return CacheCall(index_BT, real_BT, longest, num_new_B, document_ids_BT, source_ids_BS)
 
     def bind_loops(self, num_loops: NumLoops) -> None:
-        """Remember each row's loop count, and refuse a change that has no stored keys.
+        """Remember each row's loop count, and refuse one that has no stored keys.
 
-        Raises: ValueError naming the first row whose earlier tokens ran another loop count.
+        Raises: ValueError naming the first row whose earlier tokens ran another loop count
+            (where each loop keeps its own entries) or lack entries that no rule replaces.
         """
         wanted_B = torch.as_tensor(num_loops).expand(self.batch_size)
-        started_B = self.lengths_B.cpu() > 0
-        changed_B = started_B & (wanted_B != self._row_loops_B)
-        if not self._keeps_one_entry() and bool(changed_B.any()):
-            row = int(changed_B.nonzero()[0])
-            raise ValueError(
-                f"row {row} of this {self.policy} cache ran {int(self._row_loops_B[row])} loops so "
-                f"far and now asks for {int(wanted_B[row])}. Keep the loop count, or start a new "
-                "cache."
-            )
-        self._row_loops_B = wanted_B.clone()
+        if self._kept_now() is None and self._rule.missing == "refuse":
+            started_B = self.lengths_B.cpu() > 0
+            if self._rule.grouping == "loop":
+                self._check_unchanged(wanted_B, started_B)
+            self._check_entries(wanted_B, started_B)
+        self._state.row_loops_B = wanted_B.clone()
 
     def slots(
         self, block: Block, num_slots: int, *, loop_idx: int, rows: Tensor | None, call: CacheCall
-    ) -> tuple[CachedSlot, ...]:
-        """The slots of one pass over a block, bound to rows and positions."""
-        index_BT = call.index_BT if rows is None else call.index_BT[rows]
-        if rows is None:
-            rows = torch.arange(self.batch_size, device=call.index_BT.device)
-        stored_idx = KEPT if block == "core" and self._keeps_one_entry() else loop_idx
-        return tuple(
-            CachedSlot(
-                self._buffer(block, slot_idx, stored_idx),
-                rows=rows,
-                index_BT=index_BT,
-                num_source_tokens=call.num_source_tokens,
-            )
-            for slot_idx in range(num_slots)
+    ) -> tuple[KVSlot, ...]:
+        """The slots of one pass over a block, bound to rows and positions.
+
+        Args: rows: of the cache, in the order of the pass; None for all.
+        """
+        rows, place = self._place(rows, call)
+        if block != "core":
+            return self._cached(block, num_slots, 0, place=place)
+        kept = self._kept_now()
+        if kept is not None:
+            buffers = [self._state.buffer("core", i, KEPT) for i in range(num_slots)]
+            return tuple(_kept_slot(kept, buffer, place, loop_idx) for buffer in buffers)
+        groups_B = self._rule.group(loop_idx, self._state.row_loops_B[rows.cpu()])
+        self._state.add_groups(int(groups_B.max()) + 1)
+        groups_B = groups_B.to(rows.device)
+        self._state.mark(groups_B, rows, place.index_BT, is_first=loop_idx == 0)
+        if not self._rule.looks_up:
+            return self._cached("core", num_slots, loop_idx, place=place)
+        lookup = find_entries(
+            self._rule,
+            self._state.has_GBS[:, rows, : call.num_source_tokens],
+            groups_B,
+            ends_B=(self.lengths_B + call.num_new_B)[rows],
         )
+        groups = set(lookup.targets + lookup.sources)
+        return tuple(
+            LookupSlot({g: self._state.buffer("core", i, g) for g in groups}, place, lookup=lookup)
+            for i in range(num_slots)
+        )
+
+    def stash_slots(
+        self, num_slots: int, *, rows: Tensor | None = None, call: CacheCall
+    ) -> tuple[KVSlot, ...]:
+        """The slots of the extra pass after the loops: it writes what later calls read."""
+        assert self.needs_stash_pass, f"{self.policy} has no extra pass"
+        _, place = self._place(rows, call)
+        return self._cached("core", num_slots, KEPT, place=place)
 
     def advance(self, call: CacheCall) -> None:
         """Count the call's tokens as stored; once per call, after the coda."""
-        self.lengths_B = self.lengths_B + call.num_new_B
-        self._document_ids_BS = call.source_document_ids_BS
+        self._state.lengths_B = self.lengths_B + call.num_new_B
+        self._state.document_ids_BS = call.source_document_ids_BS
 
     def end_prompt(self) -> None:
-        """The prompt of every row is complete: collapse_last keeps the last loop's entries.
+        """The prompt of every row is complete: collapse_* keeps one entry of each token.
 
         Afterwards a call may bring one token per row only. No effect under other policies.
         Raises: ValueError if no prompt was stored.
         """
-        if self.policy != "collapse_last" or self._prompt_ended:
+        if not self._rule.kept_after_prompt or self._state.prompt_ended:
             return
-        if not self._buffers:
+        if not int(self.lengths_B.max()):
             raise ValueError("end_prompt on an empty cache; feed the prompt first.")
-        by_slot: dict[int, dict[int, KVBuffer]] = {}
-        for (block, slot_idx, loop_idx), buffer in self._buffers.items():
-            if block == "core":
-                by_slot.setdefault(slot_idx, {})[loop_idx] = buffer
-        for slot_idx, loops in by_slot.items():
-            self._buffers["core", slot_idx, KEPT] = self._last_loops(loops)
-            for loop_idx in loops:
-                del self._buffers["core", slot_idx, loop_idx]
-        self._prompt_ended = True
+        assert self._rule.kept is not None, "a rule for after the prompt keeps an entry"
+        self._state.keep_one(self._rule.kept)
+        self._state.prompt_ended = True
+
+    def fill(self, rows: Tensor, from_loop: int) -> None:
+        """Rows stopped after `from_loop` of their newest call: give its tokens the deeper entries.
+
+        They become copies of those of `from_loop`, up to the loop count that was bound. No effect
+        under policies where no loop lacks entries, or that say what it reads instead.
+
+        Args: rows: of the cache, [n]; from_loop: 0-based.
+        Raises: ValueError for a loop that none of the tokens ran.
+        """
+        if self._kept_now() is not None or self._rule.missing != "refuse":
+            return
+        loops_B = self._state.row_loops_B[rows.cpu()]
+        if not 0 <= from_loop < max(loops_B.tolist(), default=1):
+            raise ValueError(
+                f"from_loop={from_loop}: the rows run {loops_B.tolist()} loops; give the 0-based "
+                "loop after which they stopped."
+            )
+        groups = [self._rule.num_groups(k) for k in loops_B.tolist()]
+        self._state.fill(
+            rows.to(self.lengths_B.device),
+            int(self._rule.group(from_loop, loops_B)[0]),
+            num_groups_B=torch.tensor(groups, device=self.lengths_B.device),
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes a copy of row rows[i] (beam search); rows may repeat, vanish, or grow.
+
+        Raises: ValueError for rows that do not exist, or none.
+        """
+        if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= self.batch_size:
+            raise ValueError(
+                f"rows={rows.tolist()}: give at least one row number, each from 0 to "
+                f"{self.batch_size - 1}."
+            )
+        self._state = self._state.select(rows.to(self.lengths_B.device))
+
+    def crop(self, lengths: int | Tensor) -> None:
+        """Drop the newest tokens of each row; an empty cache starts afresh.
+
+        Args: lengths: tokens to keep, for all rows or per row [B].
+        Raises: ValueError for a length beyond what is stored.
+        """
+        device = self.lengths_B.device
+        lengths_B = torch.as_tensor(lengths, device=device).expand(self.batch_size).clone()
+        if bool(((lengths_B < 0) | (lengths_B > self.lengths_B)).any()):
+            raise ValueError(
+                f"cannot crop rows of {self.lengths_B.tolist()} tokens to {lengths_B.tolist()}; "
+                "give at most as many as are stored, and at least 0."
+            )
+        if int(lengths_B.max()) == 0:
+            self._state = CacheState.empty(
+                self.policy, batch_size=self.batch_size, capacity=self.capacity, device=device
+            )
+        else:
+            self._state.crop(lengths_B)
+
+    def snapshot(self) -> CacheState:
+        """A copy of everything stored, for `restore`; as large as the cache."""
+        return self._state.select(torch.arange(self.batch_size, device=self.lengths_B.device))
+
+    def restore(self, snapshot: CacheState) -> None:
+        """Go back to a snapshot, as often as wanted.
+
+        Raises: ValueError for a snapshot of another kind of cache.
+        """
+        ours, theirs = (self.policy, self.capacity), (snapshot.policy, snapshot.capacity)
+        if ours != theirs:
+            raise ValueError(
+                f"a snapshot of a {theirs[0]} cache for {theirs[1]} tokens does not go into a "
+                f"{ours[0]} cache for {ours[1]}."
+            )
+        rows = torch.arange(len(snapshot.lengths_B), device=snapshot.lengths_B.device)
+        self._state = snapshot.select(rows)
 
     def num_slots(self) -> int:
         """Key/value slots allocated so far, over all blocks and loops."""
-        return len(self._buffers)
+        return len(self._state.buffers)
 
     def num_bytes(self) -> int:
         """Bytes of all stored keys and values."""
-        return sum(buffer.num_bytes() for buffer in self._buffers.values())
+        return sum(buffer.num_bytes() for buffer in self._state.buffers.values())
 
-    def _keeps_one_entry(self) -> bool:
-        """Whether the loops of a call share one stored entry per token."""
-        return self.policy == "last_step" or self._prompt_ended
+    def _kept_now(self) -> Kept | None:
+        """What stays of the loops at this time; None while each keeps its own."""
+        is_prompt = self._rule.kept_after_prompt and not self._state.prompt_ended
+        return None if is_prompt else self._rule.kept
 
-    def _buffer(self, block: Block, slot_idx: int, loop_idx: int) -> KVBuffer:
-        key = (block, slot_idx, loop_idx)
-        if key not in self._buffers:
-            self._buffers[key] = KVBuffer(self.batch_size, self.capacity)
-        return self._buffers[key]
+    def _place(self, rows: Tensor | None, call: CacheCall) -> tuple[Tensor, WritePlace]:
+        device = call.index_BT.device
+        if rows is None:
+            rows, index_BT = torch.arange(self.batch_size, device=device), call.index_BT
+        else:
+            rows = rows.to(device)
+            index_BT = call.index_BT[rows]
+        return rows, WritePlace(rows, index_BT, call.num_source_tokens)
 
-    def _last_loops(self, loops: dict[int, KVBuffer]) -> KVBuffer:
-        """One buffer holding, for each row, the entries of that row's last loop."""
-        kept = KVBuffer(self.batch_size, self.capacity)
-        kept.k, kept.v = loops[0].k, loops[0].v
-        assert kept.k is not None and kept.v is not None, "end_prompt follows a prompt"
-        for loop_idx, buffer in sorted(loops.items()):
-            rows = (self._row_loops_B == loop_idx + 1).nonzero()[:, 0]
-            if loop_idx > 0 and len(rows) and buffer.k is not None and buffer.v is not None:
-                kept.k[rows], kept.v[rows] = buffer.k[rows], buffer.v[rows]
-        return kept
+    def _cached(
+        self, block: Block, num_slots: int, group: int, *, place: WritePlace
+    ) -> tuple[KVSlot, ...]:
+        """Slots that write and read one buffer each."""
+        slots = []
+        for slot_idx in range(num_slots):
+            shared = None
+            if self._shares_first and block == "core" and group > 0:
+                shared = StoredKV(self._state.buffer("core", slot_idx, 0), place)
+            buffer = self._state.buffer(block, slot_idx, group)
+            slots.append(CachedSlot(buffer, place, shared=shared))
+        return tuple(slots)
+
+    def _check_unchanged(self, wanted_B: Tensor, started_B: Tensor) -> None:
+        changed_B = started_B & (wanted_B != self._state.row_loops_B)
+        if bool(changed_B.any()):
+            row = int(changed_B.nonzero()[0])
+            raise ValueError(
+                f"row {row} of this {self.policy} cache ran {int(self._state.row_loops_B[row])} "
+                f"loops so far and now asks for {int(wanted_B[row])}. Keep the loop count, or "
+                "start a new cache."
+            )
+
+    def _check_entries(self, wanted_B: Tensor, started_B: Tensor) -> None:
+        complete_B = self._state.num_complete_groups().cpu()
+        needed_B = torch.tensor([self._rule.num_groups(k) for k in wanted_B.tolist()])
+        lacking_B = started_B & (complete_B < needed_B)
+        if bool(lacking_B.any()):
+            row = int(lacking_B.nonzero()[0])
+            raise ValueError(
+                f"row {row} of this {self.policy} cache has tokens with the entries of "
+                f"{int(complete_B[row])} loops only, and {int(wanted_B[row])} loops read those of "
+                f"{int(needed_B[row])}. Fill them in after an early exit, or use a policy that "
+                "says what a loop reads instead."
+            )
 
     def _check_collapsed(self, num_new_B: Tensor) -> None:
-        if self._prompt_ended and int(num_new_B.max()) > 1:
+        if self._state.prompt_ended and int(num_new_B.max()) > 1:
             raise ValueError(
-                f"{int(num_new_B.max())} tokens in one call after end_prompt under collapse_last: "
+                f"{int(num_new_B.max())} tokens in one call after end_prompt under {self.policy}: "
                 "they would read each other at the wrong loop. Feed one token per call, or "
                 "prefill again in a new cache."
             )
 
     def _with_documents(self, index_BT: Tensor, document_ids_BT: Tensor | None) -> Tensor | None:
         """Document ids of all stored tokens and the call's; all calls give them, or none."""
+        stored_BS = self._state.document_ids_BS
         started = int(self.lengths_B.max()) > 0
-        if started and (document_ids_BT is None) != (self._document_ids_BS is None):
+        if started and (document_ids_BT is None) != (stored_BS is None):
             raise ValueError(
                 "document_ids_BT must be given in every call on a cache, or in none of them."
             )
         if document_ids_BT is None:
             return None
-        if self._document_ids_BS is None:
+        if stored_BS is None:
             shape = (self.batch_size, self.capacity + 1)
             return document_ids_BT.new_zeros(shape).scatter(1, index_BT, document_ids_BT)
-        return self._document_ids_BS.scatter(1, index_BT, document_ids_BT)
+        return stored_BS.scatter(1, index_BT, document_ids_BT)
+
+
+def _kept_slot(kept: Kept, buffer: KVBuffer, place: WritePlace, loop_idx: int) -> KVSlot:
+    """The slot of one loop where one entry per token stays."""
+    if kept == "last" or (kept != "stash" and loop_idx == 0):
+        return CachedSlot(buffer, place)
+    if kept == "shared":
+        return ReadOnlySlot(buffer, place)
+    return OverlaySlot(buffer, place, num_averaged=loop_idx if kept == "mean" else None)

@@ -6,10 +6,8 @@ import torch
 from depthdial.layers.state import (
     EXPLICIT_MAX_SOURCE_TOKENS,
     AttentionMask,
-    CachedSlot,
     GivenKV,
     GivenSlot,
-    KVBuffer,
     RecordingSlot,
     UncachedSlot,
     attention,
@@ -152,6 +150,16 @@ def test_narrowing_keeps_a_mask_that_the_whole_batch_shares():
     assert narrow_rows(None, torch.tensor([1])) is None
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_mask_without_some_sources_is_that_of_fewer_allowed_ones(impl):
+    allowed = random_allowed(2, 3, 4)
+    missing = torch.tensor([[False, True, False, False], [False, False, True, True]])
+    mask = mask_from_allowed(allowed, impl=impl, dtype=torch.float32)
+    expected = mask_from_allowed(allowed & ~missing[:, None], impl=impl, dtype=torch.float32)
+    assert torch.equal(mask.without(missing).bias_BTS, expected.bias_BTS)
+    assert torch.equal(mask.without(missing).has_key_BT, mask.has_key_BT)
+
+
 @pytest.mark.parametrize(
     ("dtype", "sources", "device_type", "expected"),
     [
@@ -196,56 +204,3 @@ def test_given_keys_and_values_are_attended_over_and_nothing_else():
     assert torch.equal(slot.attend(q, None, None, mask=mask, scale=SCALE), expected)
     assert torch.equal(GivenKV(k, v).attend(q, mask=mask, scale=SCALE), expected)
     assert UncachedSlot(GivenKV(k, v)).shared is not None
-
-
-def test_cached_slot_attends_over_stored_and_new_tokens_of_its_own_row():
-    buffer = KVBuffer(num_rows=3, capacity=5)
-    q, k, v = qkv(1, 4, 4)
-    row = torch.tensor([1])
-    allowed = torch.ones(1, 4, 4, dtype=torch.bool).tril()
-    expected = one_query_at_a_time(q, k, v, allowed)
-    for first, last in ((0, 3), (3, 4)):
-        slot = CachedSlot(
-            buffer, rows=row, index_BT=torch.arange(first, last)[None], num_source_tokens=last
-        )
-        mask = mask_from_allowed(allowed[:, first:last, :last], impl="sdpa", dtype=torch.float32)
-        y = slot.attend(
-            q[:, first:last], k[:, first:last], v[:, first:last], mask=mask, scale=SCALE
-        )
-        torch.testing.assert_close(y, expected[:, first:last], rtol=0, atol=1e-6)
-    assert buffer.k[[0, 2]].count_nonzero() == 0
-
-
-def test_attending_twice_at_the_same_position_overwrites():
-    """A slot never advances: who calls decides where the next call writes."""
-    buffer = KVBuffer(num_rows=1, capacity=2)
-    slot = CachedSlot(
-        buffer, rows=torch.tensor([0]), index_BT=torch.tensor([[0]]), num_source_tokens=1
-    )
-    mask = mask_from_allowed(
-        torch.ones(1, 1, 1, dtype=torch.bool), impl="sdpa", dtype=torch.float32
-    )
-    for seed in (0, 1):
-        q, k, v = qkv(1, 1, 1, seed=seed)
-        slot.attend(q, k, v, mask=mask, scale=SCALE)
-    assert torch.equal(buffer.k[:, :1], k)
-    assert torch.equal(buffer.v[:, :1], v)
-    assert buffer.k[:, 1:].count_nonzero() == 0
-
-
-def test_padding_goes_to_the_bin_that_no_read_returns():
-    buffer = KVBuffer(num_rows=1, capacity=3)
-    _, k, v = qkv(1, 2, 2)
-    buffer.write(torch.tensor([0]), torch.tensor([[0, 3]]), k, v)
-    stored_k, stored_v = buffer.read(torch.tensor([0]), 3)
-    assert torch.equal(stored_k[0, 0], k[0, 0])
-    assert stored_k[0, 1:].count_nonzero() == 0
-    assert stored_v[0, 1:].count_nonzero() == 0
-
-
-def test_buffer_bytes_count_keys_values_and_the_bin():
-    buffer = KVBuffer(num_rows=2, capacity=3)
-    assert buffer.num_bytes() == 0
-    _, k, v = qkv(2, 1, 1, groups=2, width=6)
-    buffer.write(torch.tensor([0, 1]), torch.zeros(2, 1, dtype=torch.int64), k, v)
-    assert buffer.num_bytes() == 2 * (2 * (3 + 1) * 2 * 6) * 4
