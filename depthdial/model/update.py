@@ -18,6 +18,10 @@ from depthdial.config import LoopConfig, UpdateName
 from depthdial.model.noise import truncated_normal
 
 
+MAX_LOG_DECAY = 20.0
+"""Above log(width) of any model, whose published decays start at log(1), ..., log(width)."""
+
+
 class UpdateModulation(NamedTuple):
     """Conditioning of the update, [1 or B, 1, D] or broadcastable; None where there is none.
 
@@ -64,6 +68,11 @@ def initial_state(h_in_BTD: Tensor, positions_BT: Tensor, config: LoopConfig) ->
     return noise_BTD.to(h_in_BTD.dtype).expand_as(h_in_BTD)
 
 
+def decay_speed(log_decay_D: Tensor) -> Tensor:
+    """e^a, cut where a decay has long reached zero, so that no gradient is infinity times zero."""
+    return log_decay_D.clamp(max=MAX_LOG_DECAY).exp()
+
+
 class Injection(nn.Module):
     """How the prelude output enters a loop; one of
 
@@ -95,7 +104,7 @@ class Injection(nn.Module):
         # fp32: a decay near 1 is applied k times.
         wide = torch.promote_types(self.step_bias.dtype, torch.float32)
         step_D = F.softplus(self.step_bias.to(wide))
-        decay_D = torch.exp(-step_D * self.log_decay.to(wide).exp())
+        decay_D = torch.exp(-step_D * decay_speed(self.log_decay.to(wide)))
         kept_BTD = decay_D * state_BTD.to(wide)
         return (kept_BTD + step_D * self.input(h_in_BTD).to(wide)).to(state_BTD.dtype)
 
@@ -187,7 +196,7 @@ def decay_rate(prev_BTD: Tensor, candidate_BTD: Tensor, params: GateParams) -> T
     # fp32: near alpha = 1 a bf16 exponent moves in steps of half a percent.
     wide = torch.promote_types(logits_BTD.dtype, torch.float32)
     step_BTD = F.softplus(logits_BTD.to(wide) + params.bias.to(wide))
-    return torch.exp(-step_BTD * params.log_decay.to(wide).exp())
+    return torch.exp(-step_BTD * decay_speed(params.log_decay.to(wide)))
 
 
 def damped(

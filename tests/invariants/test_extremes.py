@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from toys import MAX_LOOPS, VOCAB, toy_config, toy_tokens
 
+from depthdial.config import LoopConfig
 from depthdial.layers.primitives import RMSNorm, SwiGLU
 from depthdial.model.looped_lm import LoopedLM, enter
 from depthdial.model.modulation import EntryModulation
@@ -44,8 +45,12 @@ def leaf(value, dtype, shape=(1, 2, D)):
     return torch.full(shape, value, dtype=dtype, requires_grad=True)
 
 
+def loop_config(name):
+    return LoopConfig(update=name, gate_rank=4 if name == "decay_gate" else None)
+
+
 def extreme_update(name, value, dtype):
-    update = StateUpdate(D, toy_config(**{"loop.update": name}).loop).to(dtype)
+    update = StateUpdate(D, loop_config(name)).to(dtype)
     with torch.no_grad():
         for parameter in update.parameters():
             parameter.fill_(value)
@@ -65,7 +70,8 @@ def test_b14_one_update_and_its_gradients_are_finite(name, precision):
         update = extreme_update(name, value, dtype)
         prev, candidate, injected = leaf(size, dtype), leaf(-size, dtype), leaf(size, dtype)
         exit_gain = None if gain is None else leaf(gain, dtype, (1, 1, D))
-        mod = UpdateModulation(exit_gain, None if bypass is None else torch.tensor(bypass))
+        bypass_gain = None if bypass is None else torch.tensor(bypass)
+        mod = UpdateModulation(exit_gain, bypass_gain, loop_share=torch.tensor(0.5))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             following = update(prev, candidate, injected, mod)
         following.float().sum().backward()
@@ -132,7 +138,7 @@ def test_b14_gate_bypass_gives_exactly_the_candidate_whatever_the_gate(name, dty
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_b14_modulated_sublayer_is_finite_at_extreme_conditioning(precision):
     dtype, autocast = PRECISIONS[precision]
-    sublayer = Sublayer(RMSNorm(D, 1e-6), SwiGLU(D, 48), takes_slot=False).to(dtype)
+    sublayer = Sublayer(RMSNorm(D, 1e-6), SwiGLU(D, 48), letter="F").to(dtype)
     for value, size in itertools.product(SIGNS, INPUTS):
         wide = [leaf(value, dtype, (1, 1, D)) for _ in range(3)]
         low_rank_gain = leaf(value, dtype, (1, 1, R))
@@ -176,7 +182,7 @@ def model_is_finite(model, *, num_loops, autocast):
 def test_b14_model_with_an_extreme_update_is_finite_at_every_depth(name, value, precision):
     dtype, autocast = PRECISIONS[precision]
     for num_loops in range(1, MAX_LOOPS + 1):
-        model = LoopedLM(toy_config(modulation=None, **{"loop.update": name})).to(dtype)
+        model = LoopedLM(toy_config(modulation=None, loop=loop_config(name))).to(dtype)
         model.state_update = extreme_update(name, value, dtype)
         assert model_is_finite(model, num_loops=num_loops, autocast=autocast), num_loops
 

@@ -19,9 +19,9 @@ from depthdial.model.sublayer import Sublayer, low_rank_path
 from depthdial.model.update import (
     UPDATES,
     GateParams,
+    Injection,
     UpdateModulation,
     adaptive_rate,
-    inject,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "elr"
@@ -29,6 +29,7 @@ TRAINS = True
 K = 4
 TOLERANCE = 1e-10
 NO_MOD = UpdateModulation(None, None)
+ADD = Injection(12, LoopConfig(injection="add"))
 
 
 class ToyMixer(nn.Module):
@@ -57,17 +58,17 @@ class Toy:
         )
         config = ModelConfig(
             vocab_size=1, d_model=12, layout="F", split=(0, 2, 1), num_heads=1, num_kv_heads=1,
-            head_dim=2, d_ff=1, max_context=1, max_loops=K, loop=LoopConfig(reinject=True),
+            head_dim=2, d_ff=1, max_context=1, max_loops=K, loop=LoopConfig(injection="add"),
             modulation=ModulationConfig(d_cond=6, rank=4, embed_dim=2),
         )  # fmt: skip
-        self.modulation = ELRModulation(config).double()
+        self.modulation = ELRModulation(config, config.modulation).double()
         self._load_heads(zero_heads)
 
     def _sublayer(self, name: str) -> Sublayer:
         norm = RMSNorm(12, 1e-6)
         norm.weight = nn.Parameter(self.v[f"w.{name}.norm"])
         mixer = ToyMixer(self.v[f"w.{name}.P"], self.v[f"w.{name}.Q"])
-        return Sublayer(norm, mixer, takes_slot=False)
+        return Sublayer(norm, mixer, letter="F")
 
     def _load_heads(self, zero: bool) -> None:
         named = [(self.modulation.core[j], f"rec.{j}") for j in range(2)]
@@ -91,8 +92,10 @@ class Toy:
         """All k conditioned loops and the coda; returns the named values of each loop."""
         state, trace = self.h_in, []
         for loop_idx in range(k):
-            mod = self.modulation.loop_from_condition(self.v["c"][loop_idx + 1, k][None], loop_idx)
-            s_tilde = inject(state, self.h_in, reinject=True)
+            mod = self.modulation.loop_from_condition(
+                self.v["c"][loop_idx + 1, k][None], loop_idx, (k,)
+            )
+            s_tilde = ADD(state, self.h_in)
             z = enter(s_tilde, self.h_in, mod.entry, eps=1e-6)
             r = self._stack(self.core, z, mod.sublayers)
             state = UPDATES["adaptive_delta"](state, r, s_tilde, self.gate, mod.update)
@@ -122,7 +125,7 @@ def assert_close(ours: Tensor, reference: Tensor) -> None:
 
 def test_one_modulated_sublayer_matches(vectors):
     toy = Toy(vectors)
-    mod = toy.modulation.loop_from_condition(vectors["c"][2, 3][None], 1).sublayers[0]
+    mod = toy.modulation.loop_from_condition(vectors["c"][2, 3][None], 1, (3,)).sublayers[0]
     x_tilde = toy.core[0].norm(vectors["sub.x"], scale=mod.scale) + mod.shift
     assert_close(x_tilde, vectors["sub.x_tilde"])
     x_hat = low_rank_path(x_tilde, mod)
@@ -144,7 +147,7 @@ def test_unconditioned_adaptive_delta_matches(vectors):
     toy = Toy(vectors)
     state = toy.h_in
     for i in range(1, K + 1):
-        s_tilde = inject(state, toy.h_in, reinject=True)
+        s_tilde = ADD(state, toy.h_in)
         r = toy._stack(toy.core, s_tilde, None)
         state = UPDATES["adaptive_delta"](state, r, s_tilde, toy.gate, NO_MOD)
         beta = adaptive_rate(s_tilde, toy.gate)
@@ -159,7 +162,7 @@ def test_other_updates_match(vectors, name):
     params = GateParams(rate=torch.full((12,), 0.05, dtype=torch.float64))
     state = toy.h_in
     for k in range(1, K + 1):
-        s_tilde = inject(state, toy.h_in, reinject=True)
+        s_tilde = ADD(state, toy.h_in)
         r = toy._stack(toy.core, s_tilde, None)
         state = UPDATES[name](state, r, s_tilde, params, NO_MOD)
         assert_close(state, vectors[f"{name}.s_k{k}"])
@@ -183,7 +186,7 @@ def test_zero_gate_moves_by_half_ln_two(vectors):
     )
     state = toy.h_in
     for _ in range(K):
-        s_tilde = inject(state, toy.h_in, reinject=True)
+        s_tilde = ADD(state, toy.h_in)
         assert_close(adaptive_rate(s_tilde, gate), vectors["zero_gate.beta"])
         r = toy._stack(toy.core, s_tilde, None)
         state = UPDATES["adaptive_delta"](state, r, s_tilde, gate, NO_MOD)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthdial.layers.attention import Attention
+from depthdial.layers.attention import Attention, AttentionView
 from depthdial.layers.primitives import rms_normalise, rotary_table, rotate
 from depthdial.layers.state import UncachedSlot, causal_mask
 
@@ -11,22 +11,21 @@ D, T = 10, 5
 EPS = 1e-6
 
 
-def layer(*, heads=4, groups=2, width=6, qk_norm=False):
+def layer(*, heads=4, groups=2, width=6, qk_norm="none"):
     torch.manual_seed(0)
     return Attention(
-        D, num_heads=heads, num_kv_heads=groups, head_dim=width, qk_norm=qk_norm, norm_eps=EPS
+        D, num_heads=heads, num_kv_heads=groups, head_dim=width, qk_norm=qk_norm, qk_norm_eps=EPS
     )
 
 
 def surroundings(width, *, rotary_dim=None, start=0):
     rotary_dim = width if rotary_dim is None else rotary_dim
-    return {
-        "slot": UncachedSlot(),
-        "mask": causal_mask(T, impl="sdpa", dtype=torch.float32, device=torch.device("cpu")),
-        "rotary": rotary_table(
-            start + torch.arange(T)[None], rotary_dim=rotary_dim, theta=100.0, dtype=torch.float32
-        ),
-    }
+    mask = causal_mask(T, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
+    rotary = rotary_table(
+        start + torch.arange(T)[None], rotary_dim=rotary_dim, theta=100.0, dtype=torch.float32
+    )
+    view = AttentionView(mask, rotary, None, torch.zeros(1, T, dtype=torch.int64))
+    return {"slot": UncachedSlot(), "view": view}
 
 
 def head_by_head(attention, x, *, rotary):
@@ -48,18 +47,18 @@ def head_by_head(attention, x, *, rotary):
     return torch.cat(outputs, dim=-1) @ attention.o_proj.weight.T
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "rms"])
 @pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 6), (2, 2, 8), (3, 1, 2)])
 def test_layer_equals_head_by_head_attention(heads, groups, width, qk_norm):
     attention = layer(heads=heads, groups=groups, width=width, qk_norm=qk_norm)
-    if qk_norm:
+    if qk_norm == "rms":
         with torch.no_grad():
             attention.q_norm.weight.copy_(torch.randn(width))
             attention.k_norm.weight.copy_(torch.randn(width))
     x = torch.randn(T, D)
     around = surroundings(width)
     y = attention(x[None], **around)[0]
-    expected = head_by_head(attention, x, rotary=around["rotary"])
+    expected = head_by_head(attention, x, rotary=around["view"].rotary)
     torch.testing.assert_close(y, expected, rtol=0, atol=2e-6)
 
 
@@ -75,7 +74,7 @@ def test_head_dim_is_free_of_width_and_heads():
 
 
 def test_qk_norm_makes_the_output_free_of_the_scale_of_queries_and_keys():
-    attention = layer(qk_norm=True)
+    attention = layer(qk_norm="rms")
     x = torch.randn(1, T, D)
     before = attention(x, **surroundings(6))
     with torch.no_grad():

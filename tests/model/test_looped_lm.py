@@ -79,7 +79,7 @@ def test_head_dim_is_free_of_width_and_heads():
 
 
 def test_qk_norm_adds_one_gain_per_head_channel_and_changes_the_logits():
-    plain, normed = model_of(), model_of(qk_norm=True)
+    plain, normed = model_of(), model_of(qk_norm="rms")
     added = set(normed.state_dict()) - set(plain.state_dict())
     assert added == {
         f"{block}_stack.0.mixer.{which}_norm.weight"
@@ -132,7 +132,7 @@ def test_first_only_bypass_makes_one_loop_bit_equal_to_replace(update):
 def test_reinjection_changes_the_first_loop_too():
     """With injection the core's first input is twice the prelude output."""
     x = tokens()
-    plain, injected = model_of(), model_of(**{"loop.reinject": True})
+    plain, injected = model_of(), model_of(**{"loop.injection": "add"})
     assert not torch.allclose(plain(x, num_loops=1), injected(x, num_loops=1))
 
 
@@ -282,7 +282,7 @@ def test_matrices_start_with_the_standard_deviation_of_the_table():
 
 
 def test_vectors_start_at_one_for_norms_and_zero_for_biases_and_gate():
-    model = LoopedLM(config(qk_norm=True, **MODULATED))
+    model = LoopedLM(config(qk_norm="rms", **MODULATED))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             is_norm = name.endswith("norm.weight")

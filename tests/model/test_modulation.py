@@ -30,7 +30,7 @@ def config(**changes):
 
 def random_modulation(**changes):
     """Every parameter random, so that each value depends on loop and budget."""
-    modulation = ELRModulation(config(**changes))
+    modulation = make_conditioning(config(**changes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in modulation.parameters():
@@ -75,7 +75,7 @@ def test_pass_i_of_k_reads_progress_i_over_k_and_budget_k_over_max(loop_idx, num
     condition = modulation.condition(
         torch.tensor([(loop_idx + 1) / num_loops]), torch.tensor([num_loops / K])
     )
-    expected = modulation.loop_from_condition(condition, loop_idx)
+    expected = modulation.loop_from_condition(condition, loop_idx, (num_loops,))
     assert_same(modulation.for_loop(loop_idx, num_loops), expected)
 
 
@@ -227,7 +227,8 @@ def test_a_table_is_computed_once_per_pass_and_budget(monkeypatch):
 
 @pytest.mark.parametrize("has_modulation", [True, False])
 def test_a_table_leaves_the_gradient_mode_of_its_block_alone(has_modulation):
-    conditioning = random_modulation() if has_modulation else LoopConditioning(LoopConfig())
+    plain = make_conditioning(config(modulation=None))
+    conditioning = random_modulation() if has_modulation else plain
     with conditioning.tabulated():
         assert torch.is_grad_enabled()
         assert not any(t.requires_grad for t in leaves(conditioning.for_loop(1, 2).update))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from depthdial.model.presets import preset
 from depthdial.model.schedule import (
+    ActiveRows,
     allowed_num_loops,
     check_num_loops,
-    visits,
 )
 
 DEPTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8)
@@ -77,29 +77,40 @@ def test_the_model_decides_about_depths_beyond_training():
     assert allowed_num_loops(extrapolating, 5, batch_size=2) == 5
 
 
-# ---- visits
+# ---- active rows
+
+
+def passes_of(num_loops, batch_size, *, keeps=()):
+    """(rows, num_loops, num_leaving) of every pass; `keeps` are sent after the first passes."""
+    active, found = ActiveRows(num_loops, batch_size), []
+    while active.num_rows:
+        found.append((active.rows, active.num_loops, active.num_leaving(len(found))))
+        keep = keeps[len(found) - 1] if len(found) <= len(keeps) else None
+        active.after(len(found) - 1, None if keep is None else torch.tensor(keep))
+    return found
 
 
 @given(num_loops=st.integers(1, 6), batch_size=st.integers(1, 5))
 def test_one_count_for_all_rows_visits_the_whole_batch_in_user_order(num_loops, batch_size):
-    passes = list(visits(num_loops, batch_size))
-    assert [visit.loop_idx for visit in passes] == list(range(num_loops))
-    assert all(visit.rows is None and visit.num_loops == num_loops for visit in passes)
-    assert [visit.num_leaving for visit in passes] == [0] * (num_loops - 1) + [batch_size]
+    passes = passes_of(num_loops, batch_size)
+    assert len(passes) == num_loops
+    assert all(rows is None or not len(rows) for rows, _, _ in passes)
+    assert all(loops == num_loops for _, loops, _ in passes)
+    assert [leaving for _, _, leaving in passes] == [0] * (num_loops - 1) + [batch_size]
 
 
 @given(depths=DEPTHS)
 def test_every_row_runs_exactly_its_own_number_of_passes(depths):
     counts = [0] * len(depths)
-    for visit in visits(torch.tensor(depths), len(depths)):
-        for row in visit.rows.tolist():
+    for rows, _, _ in passes_of(torch.tensor(depths), len(depths)):
+        for row in rows.tolist():
             counts[row] += 1
     assert counts == depths
 
 
 @given(depths=DEPTHS)
 def test_active_rows_are_a_prefix_of_the_pass_before(depths):
-    passes = [visit.rows.tolist() for visit in visits(torch.tensor(depths), len(depths))]
+    passes = [rows.tolist() for rows, _, _ in passes_of(torch.tensor(depths), len(depths))]
     assert sorted(passes[0]) == list(range(len(depths)))
     for before, after in zip(passes, passes[1:], strict=False):
         assert before[: len(after)] == after
@@ -108,19 +119,35 @@ def test_active_rows_are_a_prefix_of_the_pass_before(depths):
 @given(depths=DEPTHS)
 def test_rows_leave_from_the_end_after_their_last_pass(depths):
     left = []
-    for visit in visits(torch.tensor(depths), len(depths)):
-        leaving = visit.rows.tolist()[len(visit.rows) - visit.num_leaving :]
-        assert all(depths[row] == visit.loop_idx + 1 for row in leaving)
-        left += leaving
+    for loop_idx, (rows, _, leaving) in enumerate(passes_of(torch.tensor(depths), len(depths))):
+        gone = rows.tolist()[len(rows) - leaving :]
+        assert all(depths[row] == loop_idx + 1 for row in gone)
+        left += gone
     assert sorted(left) == list(range(len(depths)))
 
 
 @given(depths=DEPTHS)
 def test_each_pass_carries_the_loop_counts_of_its_rows(depths):
-    for visit in visits(torch.tensor(depths), len(depths)):
-        assert visit.num_loops.tolist() == [depths[row] for row in visit.rows.tolist()]
+    for rows, loops, _ in passes_of(torch.tensor(depths), len(depths)):
+        assert loops.tolist() == [depths[row] for row in rows.tolist()]
 
 
 def test_rows_of_equal_depth_keep_the_order_given():
-    passes = list(visits(torch.tensor([2, 3, 2, 3]), 4))
-    assert passes[0].rows.tolist() == [1, 3, 0, 2]
+    rows, _, _ = passes_of(torch.tensor([2, 3, 2, 3]), 4)[0]
+    assert rows.tolist() == [1, 3, 0, 2]
+
+
+def test_rows_that_stop_early_leave_a_batch_of_one_depth():
+    passes = passes_of(4, 3, keeps=[[True, False, True], [False, True]])
+    assert [None if rows is None else rows.tolist() for rows, _, _ in passes] == [
+        None, [0, 2], [2], [2],
+    ]  # fmt: skip
+
+
+def test_rows_that_stop_early_and_rows_that_are_done_leave_together():
+    passes = passes_of(torch.tensor([3, 1, 3]), 3, keeps=[[True, False, True]])
+    assert [rows.tolist() for rows, _, _ in passes] == [[0, 2, 1], [0], [0]]
+
+
+def test_a_batch_whose_rows_all_stop_ends():
+    assert len(passes_of(5, 2, keeps=[[True, True], [False, False]])) == 2

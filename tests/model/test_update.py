@@ -6,21 +6,27 @@ import pytest
 import torch
 
 from depthdial.config import LoopConfig
+from depthdial.model.noise import truncated_normal
 from depthdial.model.update import (
     UPDATES,
     GateParams,
+    Injection,
     StateUpdate,
     UpdateModulation,
     adaptive_rate,
     initial_state,
-    inject,
 )
 
 D = 3
-NO_MOD = UpdateModulation(None, None)
+QUARTER = torch.tensor(0.25)
+NO_MOD = UpdateModulation(None, None, loop_share=QUARTER)
 PREV = torch.tensor([[[1.0, -2.0, 0.5]]])
 CANDIDATE = torch.tensor([[[3.0, 1.0, 0.5]]])
 INJECTED = torch.tensor([[[0.3, 0.2, -0.1]]])
+
+
+def loop_config(name):
+    return LoopConfig(update=name, gate_rank=2 if name == "decay_gate" else None)
 
 
 def gate_params():
@@ -29,6 +35,9 @@ def gate_params():
         bias=torch.tensor([0.1, -0.2, 0.3]),
         gamma=torch.tensor([0.0, 1.0, -1.0]),
         rate=torch.tensor([0.05, 0.5, 1.0]),
+        down=torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -0.3]]),
+        up=torch.tensor([[0.2, 0.1], [-0.4, 0.3], [0.6, -0.5]]),
+        log_decay=torch.tensor([-1.0, 0.0, 0.5]),
     )
 
 
@@ -90,26 +99,26 @@ def test_beta_is_not_bounded_by_one():
 def test_exit_gain_multiplies_the_rate(name):
     gain = torch.tensor([[[0.5, 2.0, -1.0]]])
     expected = PREV + gain * (apply(name) - PREV)
-    moved = apply(name, UpdateModulation(gain, None))
+    moved = apply(name, UpdateModulation(gain, None, QUARTER))
     torch.testing.assert_close(moved, expected, rtol=0, atol=1e-6)
 
 
 def test_exit_gain_multiplies_what_residual_adds():
     gain = torch.tensor([[[0.5, 2.0, -1.0]]])
-    moved = apply("residual", UpdateModulation(gain, None))
+    moved = apply("residual", UpdateModulation(gain, None, QUARTER))
     torch.testing.assert_close(moved, PREV + gain * CANDIDATE, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_gate_bypass_of_zero_changes_nothing(name):
-    moved = apply(name, UpdateModulation(None, torch.tensor(0.0)))
+    moved = apply(name, UpdateModulation(None, torch.tensor(0.0), QUARTER))
     torch.testing.assert_close(moved, apply(name), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_gate_bypass_per_row_takes_the_candidate_in_its_rows_only(name):
     prev, candidate, injected = (t.expand(2, 1, D) for t in (PREV, CANDIDATE, INJECTED))
-    mod = UpdateModulation(None, torch.tensor([1.0, 0.0])[:, None, None])
+    mod = UpdateModulation(None, torch.tensor([1.0, 0.0])[:, None, None], QUARTER)
     moved = apply(name, mod, prev=prev, candidate=candidate, injected=injected)
     assert torch.equal(moved[:1], CANDIDATE)
     torch.testing.assert_close(moved[1:], apply(name), rtol=0, atol=1e-7)
@@ -121,7 +130,7 @@ def test_gate_bypass_per_row_takes_the_candidate_in_its_rows_only(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", UPDATES)
 def test_the_state_keeps_its_dtype(name, dtype):
-    params = GateParams(*(t.to(dtype) for t in gate_params()))
+    params = GateParams(*(t.to(dtype) for t in gate_params() if t is not None))
     states = [t.to(dtype) for t in (PREV, CANDIDATE, INJECTED)]
     assert UPDATES[name](*states, params, NO_MOD).dtype == dtype
 
@@ -148,16 +157,22 @@ def test_bf16_states_move_in_fp32_and_are_rounded_once():
         ("residual", {}),
         ("delta", {"rate": (D,)}),
         ("adaptive_delta", {"gamma": (D,), "gate.weight": (D, D), "gate.bias": (D,)}),
+        (
+            "decay_gate",
+            {"log_decay": (D,), "down.weight": (2, D), "up.weight": (D, 2), "up.bias": (D,)},
+        ),
+        ("damped", {}),
+        ("anchored", {}),
     ],
 )
 def test_each_update_has_its_own_parameters_only(name, shapes):
-    update = StateUpdate(D, LoopConfig(update=name))
+    update = StateUpdate(D, loop_config(name))
     assert {n: tuple(p.shape) for n, p in update.named_parameters()} == shapes
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_the_module_calls_the_function_of_its_name_with_its_parameters(name):
-    update = StateUpdate(D, LoopConfig(update=name))
+    update = StateUpdate(D, loop_config(name))
     with torch.no_grad():
         for parameter in update.parameters():
             parameter.copy_(torch.randn(parameter.shape))
@@ -170,10 +185,93 @@ def test_delta_starts_at_the_configured_rate():
     assert torch.equal(update.rate, torch.full((D,), 0.2))
 
 
+def first_state(positions, **loop):
+    return initial_state(PREV, positions, LoopConfig(**loop))
+
+
 def test_the_first_state_is_the_prelude_output():
-    assert initial_state(PREV) is PREV
+    assert first_state(None) is PREV
 
 
-def test_reinjection_adds_the_prelude_output_to_the_state():
-    assert torch.equal(inject(PREV, INJECTED, reinject=True), PREV + INJECTED)
-    assert inject(PREV, INJECTED, reinject=False) is PREV
+def test_a_zero_first_state_has_the_shape_of_the_prelude_output():
+    assert torch.equal(first_state(None, initial_state="zero"), torch.zeros_like(PREV))
+
+
+RANDOM = {"initial_state": "random", "random_state_std": 0.5}
+
+
+def test_a_random_first_state_depends_on_seed_and_position_alone():
+    near, far = torch.tensor([[0, 1, 2]]), torch.tensor([[2, 5, 9]])
+    h_in = torch.zeros(1, 3, D)
+    config = LoopConfig(**RANDOM)
+    near_state = initial_state(h_in, near, config)
+    assert torch.equal(near_state[:, 2], initial_state(h_in, far, config)[:, 0])
+    other = LoopConfig(**RANDOM, random_state_seed=1)
+    assert not torch.allclose(near_state, initial_state(h_in, near, other))
+
+
+def test_a_random_first_state_is_normal_and_cut_at_three_deviations():
+    noise = truncated_normal(torch.arange(2000)[None], 50, seed=3, std=0.5)
+    assert abs(float(noise.mean())) < 0.005
+    # Variance of a unit normal cut at 3: 1 - 2 * 3 * pdf(3) / erf(3 / sqrt 2).
+    assert float(noise.var()) == pytest.approx(0.25 * 0.97334, rel=0.01)
+    assert float(noise.abs().max()) <= 1.5
+    assert float((noise.abs() > 1.45).float().mean()) > 0
+
+
+def test_neighbouring_positions_channels_and_seeds_are_uncorrelated():
+    noise = truncated_normal(torch.arange(3000)[None], 40, seed=0, std=1.0)[0]
+    other = truncated_normal(torch.arange(3000)[None], 40, seed=1, std=1.0)[0]
+    for pair in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise, other)):
+        assert abs(float((pair[0] * pair[1]).mean())) < 0.015
+
+
+def test_add_injection_adds_the_prelude_output_to_the_state():
+    assert torch.equal(Injection(D, LoopConfig(injection="add"))(PREV, INJECTED), PREV + INJECTED)
+    assert Injection(D, LoopConfig())(PREV, INJECTED) is PREV
+
+
+def test_concat_injection_is_one_matrix_on_state_and_prelude_output():
+    injection = Injection(D, LoopConfig(injection="concat"))
+    weight = injection.adapter.weight
+    expected = PREV @ weight[:, :D].T + INJECTED @ weight[:, D:].T
+    torch.testing.assert_close(injection(PREV, INJECTED), expected, rtol=0, atol=1e-6)
+
+
+def test_diagonal_injection_decays_the_state_and_adds_a_step_of_the_input():
+    injection = Injection(D, LoopConfig(injection="diagonal"))
+    with torch.no_grad():
+        for parameter in injection.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    step = torch.nn.functional.softplus(injection.step_bias)
+    decay = torch.exp(-step * torch.exp(injection.log_decay))
+    expected = decay * PREV + step * (INJECTED @ injection.input.weight.T)
+    torch.testing.assert_close(injection(PREV, INJECTED), expected, rtol=0, atol=1e-6)
+
+
+def test_decay_gate_takes_a_share_of_the_difference_that_it_reads_from_it():
+    update = StateUpdate(D, LoopConfig(update="decay_gate", gate_rank=2))
+    with torch.no_grad():
+        for parameter in update.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    difference = CANDIDATE - PREV
+    step = torch.nn.functional.softplus(
+        difference @ update.down.weight.T @ update.up.weight.T + update.up.bias
+    )
+    alpha = torch.exp(-step * torch.exp(update.log_decay))
+    moved = update(PREV, CANDIDATE, INJECTED, NO_MOD)
+    expected = alpha * CANDIDATE + (1 - alpha) * PREV
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["damped", "anchored"])
+def test_damped_updates_move_by_one_loop_s_share(name):
+    mod = UpdateModulation(None, None, loop_share=torch.tensor(0.25))
+    moved = StateUpdate(D, LoopConfig(update=name))(PREV, CANDIDATE, INJECTED, mod)
+    torch.testing.assert_close(moved, 0.75 * PREV + 0.25 * CANDIDATE, rtol=0, atol=1e-6)
+
+
+def test_one_loop_of_a_damped_update_is_the_candidate_bit_for_bit():
+    mod = UpdateModulation(None, None, loop_share=torch.tensor(1.0))
+    update = StateUpdate(D, LoopConfig(update="damped"))
+    assert torch.equal(update(PREV, CANDIDATE, INJECTED, mod), CANDIDATE)
