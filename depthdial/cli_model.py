@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import jsonargparse
 import yaml
@@ -17,14 +17,22 @@ from rich.text import Text
 from depthdial.cli_options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli_sweep import run_sweep, sweep_parser
 from depthdial.cli_tables import flops, remark, result_console, short_count, size, table
-from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
+from depthdial.config import (
+    CACHE_POLICIES,
+    CachePolicy,
+    DepthConfig,
+    ModelConfig,
+    Recipe,
+    check_cache_policy,
+    nearest_name,
+)
 from depthdial.config_text import load_yaml
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from depthdial.api import Completion
-    from depthdial.model.count import CachePhase, Plan, PlanRow
+    from depthdial.model.count import Plan
 
 BYTES_PER_VALUE = {"bf16": 2, "fp32": 4}
 
@@ -78,7 +86,10 @@ def generate_parser() -> jsonargparse.ArgumentParser:
         help="stop before it; may be repeated",
     )
     parser.add_argument(
-        "--cache-policy", choices=get_args(CachePolicy), help="cached keys and values (the model's)"
+        "--cache-policy",
+        metavar="NAME",
+        help=f"cached keys and values: {', '.join(CACHE_POLICIES)}, or a published model's rule "
+        "(the model's)",
     )
     parser.add_argument("--device", default="cpu", help="torch device, e.g. cpu, cuda, mps (cpu)")
     return parser
@@ -97,6 +108,11 @@ def run_generate(options: Options) -> int:
     asked = None if options.num_loops is None else loop_counts(options.num_loops)
     if asked is not None and len(asked) > 1 and not options.compare:
         raise UsageError("several loop counts go with --compare; without it give one.")
+    if options.cache_policy is not None:
+        try:
+            check_cache_policy(options.cache_policy)
+        except ValueError as error:
+            raise UsageError(f"--cache-policy: {error}") from error
     from depthdial.api import load
 
     model = load(options.model, device=options.device)
@@ -173,7 +189,8 @@ def plan_parser() -> jsonargparse.ArgumentParser:
 
 def run_plan(options: Options) -> int:
     """Print what a model costs."""
-    from depthdial.model.count import CACHE_SLOTS, plan
+    from depthdial.model.count import plan
+    from depthdial.model.count_cache import planned_policies
     from depthdial.train.depth_schedule import DepthSchedule, mean_loops
 
     config, depth, source = _described(options.model)
@@ -201,7 +218,7 @@ def run_plan(options: Options) -> int:
             mean_loops=mean_loops(schedule),
             mixed_frac=1 - depth.switch_frac,
         )
-        for policy in CACHE_SLOTS
+        for policy in planned_policies(config)
     }
     _print_plan(plans, config, source=source, dtype=options.dtype)
     _print_training(plans[config.loop.cache_policy], config, depth)
@@ -350,25 +367,24 @@ def _print_plan(
 def _memory_table(
     plans: dict[CachePolicy, Plan], own: Plan, *, marks: dict[int, str], dtype: str
 ) -> Table:
-    """Bytes per loop count: a column for each policy, two where its prompt needs another size."""
-    from depthdial.model.count import CACHE_SLOTS
-
-    columns: list[tuple[str, list[PlanRow], CachePhase]] = []
+    """Bytes per loop count: a column for policies alike, two where a prompt needs another size."""
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for policy, plan in plans.items():
-        slots = CACHE_SLOTS[policy]
-        if slots["prompt_peak"] == slots["steady"]:
-            columns.append((policy, list(plan.rows), "steady"))
+        sizes = tuple((row.cache_peak_bytes, row.cache_steady_bytes) for row in plan.rows)
+        alike.setdefault(sizes, []).append(policy)
+    columns: list[tuple[str, list[int]]] = []
+    for sizes, policies in alike.items():
+        names, peaks = "\n".join(policies), [peak for peak, _ in sizes]
+        steady = [after for _, after in sizes]
+        if peaks == steady:
+            columns.append((names, steady))
         else:
-            columns.append((f"{policy}\nprompt", list(plan.rows), "prompt_peak"))
-            columns.append((f"{policy}\nafter it", list(plan.rows), "steady"))
+            columns += [(f"{names}\nprompt", peaks), (f"{names}\nafter it", steady)]
     rows = []
     for idx, row in enumerate(own.rows):
-        cells = [
-            size(r[idx].cache_steady_bytes if phase == "steady" else r[idx].cache_peak_bytes)
-            for _, r, phase in columns
-        ]
+        cells = [size(num_bytes[idx]) for _, num_bytes in columns]
         rows.append([f"{row.num_loops}{marks[row.num_loops]}", *cells, size(row.memory_peak_bytes)])
-    headings = ["k", *(name for name, _, _ in columns), f"weights and\n{own.cache_policy}"]
+    headings = ["k", *(name for name, _ in columns), f"weights and\n{own.cache_policy}"]
     title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
     return table(title, headings, rows)
 

@@ -1,6 +1,7 @@
-"""Parameters, FLOPs and cache bytes as functions of the config and the loop count.
+"""FLOPs, and the plan of parameters, FLOPs and cache, as functions of config and loop count.
 
-Nothing here builds a model. What the numbers mean for a device or how they are
+Parameters are in `count_parameters.py`, cache bytes in `count_cache.py`. Nothing here builds a
+model. What the numbers mean for a device or how they are
 printed is decided elsewhere (the `plan` command renders `Plan`).
 
 D model width, H query heads, G key/value heads, C channels per head, F feed-forward
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from depthdial.config import CachePolicy, ModelConfig, ModulationConfig, nearest_name
+from depthdial.config import CachePolicy, ModelConfig, ModulationConfig
+from depthdial.model.count_cache import cache_bytes, require_count
 from depthdial.model.count_parameters import (
     ParameterCount,
     block_matrices,
@@ -33,16 +35,6 @@ TRAINING_FACTOR = 3
 """Backward through a matrix product costs two products: one per operand."""
 
 QueryPosition = Literal["mean", "last"]
-CachePhase = Literal["prompt_peak", "steady"]
-LoopSlots = Literal["one_per_loop", "one"]
-
-CACHE_SLOTS: dict[CachePolicy, dict[CachePhase, LoopSlots]] = {
-    "per_loop": {"prompt_peak": "one_per_loop", "steady": "one_per_loop"},
-    "collapse_last": {"prompt_peak": "one_per_loop", "steady": "one"},
-    "last_step": {"prompt_peak": "one", "steady": "one"},
-}
-"""Key/value slots of a core attention layer while the prompt runs and afterwards; attention
-layers of prelude and coda have one. The only place where `plan` learns of a policy."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class Plan:
 
 def executed_sublayers(config: ModelConfig, num_loops: int) -> int:
     """Sublayers that one forward runs: L_in + k * L_core + L_out."""
-    _require_count("num_loops", num_loops)
+    require_count("num_loops", num_loops)
     prelude, core, coda = config.split
     return prelude + num_loops * core + coda
 
@@ -133,7 +125,7 @@ def mean_training_loops(max_loops: int, override_frac: float) -> float:
 
     Source: ELR section 4.
     """
-    _require_count("max_loops", max_loops)
+    require_count("max_loops", max_loops)
     _require_frac("override_frac", override_frac)
     return override_frac + (1 - override_frac) * (max_loops + 1) / 2
 
@@ -182,8 +174,8 @@ def flops_per_token(
         position: `mean`, over the tokens of one causal sequence, S = (context + 1) / 2;
             `last`, the newest token of a decoding step, S = context.
     """
-    _require_count("num_loops", num_loops)
-    _require_count("context", context)
+    require_count("num_loops", num_loops)
+    require_count("context", context)
     if position not in ("mean", "last"):
         raise ValueError(f"position='{position}' is unknown; choose 'mean' or 'last'.")
     attended = context if position == "last" else (context + 1) / 2
@@ -199,49 +191,6 @@ def flops_per_token(
         modulation=per_weight * _low_rank_visits(config, num_loops),
         head=per_weight * config.vocab_size * config.d_model,
     )
-
-
-def cache_slots(
-    config: ModelConfig, num_loops: int, *, policy: CachePolicy, phase: CachePhase = "steady"
-) -> int:
-    """Key/value slots of the whole model in one phase.
-
-    A_in + k * A_core + A_out  where CACHE_SLOTS says one per loop
-    A_in + A_core + A_out      where it says one
-    """
-    _require_count("num_loops", num_loops)
-    if policy not in CACHE_SLOTS:
-        known = nearest_name(policy, list(CACHE_SLOTS))
-        raise ValueError(f"unknown cache policy '{policy}'.{known}")
-    if phase not in CACHE_SLOTS[policy]:
-        raise ValueError(f"phase='{phase}' is unknown; choose 'prompt_peak' or 'steady'.")
-    has_one_per_loop = CACHE_SLOTS[policy][phase] == "one_per_loop"
-    return attention_visits(config, num_loops if has_one_per_loop else 1)
-
-
-def cache_bytes(
-    config: ModelConfig,
-    num_loops: int,
-    *,
-    context: int,
-    policy: CachePolicy,
-    bytes_per_value: int,
-    batch_size: int = 1,
-    phase: CachePhase = "steady",
-) -> int:
-    """Bytes of cached keys and values: 2 * G * C per token and slot.
-
-    Args:
-        context: cached tokens per row.
-        bytes_per_value: 2 for bfloat16, 4 for float32.
-        phase: `steady`, while tokens are generated; `prompt_peak`, while the prompt runs.
-    """
-    _require_count("context", context)
-    _require_count("bytes_per_value", bytes_per_value)
-    _require_count("batch_size", batch_size)
-    slots = cache_slots(config, num_loops, policy=policy, phase=phase)
-    values_per_token = 2 * config.num_kv_heads * config.head_dim
-    return slots * values_per_token * context * batch_size * bytes_per_value
 
 
 def plan(
@@ -349,11 +298,6 @@ def _core_weights(config: ModelConfig, num_loops: int) -> int:
         return weights
     with_delta = sum(config.visit_deltas.set_at(loop_idx) >= 0 for loop_idx in range(num_loops))
     return weights + with_delta * low_rank_set(config)
-
-
-def _require_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: give a whole number, at least 1.")
 
 
 def _require_frac(name: str, value: float) -> None:

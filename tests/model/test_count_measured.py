@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from depthdial.config import ModelConfig
-from depthdial.model.count import (
-    CACHE_SLOTS,
-    cache_bytes,
-    cache_slots,
-    count_parameters,
-    flops_per_token,
-)
+from depthdial.config import CACHE_POLICIES, ModelConfig
+from depthdial.model.count import count_parameters, flops_per_token
+from depthdial.model.count_cache import cache_bytes, cache_slots
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.presets import preset, preset_names
@@ -29,7 +24,7 @@ def variant(**changes: object) -> ModelConfig:
 VARIANTS = {
     **{name: preset(name) for name in preset_names()},
     "tied": variant(tie_embeddings=True),
-    "qk_norm": variant(qk_norm=True),
+    "qk_norm": variant(qk_norm="rms"),
     "no prelude or coda": variant(split=(0, 12, 0)),
     "modulated": variant(modulation=MODULATION),
     **{name: variant(loop={"update": name}) for name in ("replace", "residual", "delta")},
@@ -90,7 +85,18 @@ def test_counted_flops_equal_the_executed_matrix_products(changes, num_loops):
     assert executed_flops(config, num_loops, num_tokens) == num_tokens * counted.total
 
 
-@pytest.mark.parametrize("policy", CACHE_SLOTS)
+PUBLISHED = (
+    "huginn:latest-m2",
+    "huginn:compress-s4",
+    "huginn:latest-m2-compress-s2",
+    "parcae:compress-s2",
+    "parcae:compress-stride2",
+    "parcae:compress-first1",
+    "parcae:compress-last1",
+)
+
+
+@pytest.mark.parametrize("policy", [*CACHE_POLICIES, *PUBLISHED])
 @pytest.mark.parametrize("num_loops", [1, 3])
 def test_counted_cache_equals_the_filled_cache_of_the_model(policy, num_loops):
     config, num_tokens = variant(), 6
