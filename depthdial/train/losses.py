@@ -1,4 +1,4 @@
-"""Token losses and their weights: mixed depth over slices of one global batch.
+"""Token losses and their weights: mixed depth over slices of one global batch, distillation.
 
 Here lives what turns logits into numbers to differentiate or to log. Which rows run how many
 loops is decided in `depth_schedule.py`; running the model is the training step's business.
@@ -38,6 +38,31 @@ def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         reduction="none",
     )
     return nll_N.view(targets_BT.shape)
+
+
+def token_divergences(logits_BTV: Tensor, teacher_logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """KL(teacher || student) of each scored position in nats, 0 where the target is IGNORE.
+
+        sum_v p_v (log p_v - log q_v),  p of the teacher, q of the student
+
+    The forward direction: the student must cover everything that the teacher thinks possible.
+    Returns: [B, T] float32; no gradient reaches the teacher.
+    Raises: ValueError if the shapes do not belong together.
+    """
+    if logits_BTV.shape != teacher_logits_BTV.shape or logits_BTV.shape[:2] != targets_BT.shape:
+        raise ValueError(
+            f"logits of shapes {tuple(logits_BTV.shape)} (student) and "
+            f"{tuple(teacher_logits_BTV.shape)} (teacher) and targets of shape "
+            f"{tuple(targets_BT.shape)} do not fit; expected [B, T, V] twice and [B, T]."
+        )
+    # fp32, as for `token_losses`; only scored positions, to spare V floats for each other one.
+    is_scored_BT = targets_BT != IGNORE
+    student_NV = torch.log_softmax(logits_BTV[is_scored_BT].float(), dim=-1)
+    teacher_NV = torch.log_softmax(teacher_logits_BTV[is_scored_BT].detach().float(), dim=-1)
+    divergence_N = F.kl_div(student_NV, teacher_NV, log_target=True, reduction="none").sum(dim=-1)
+    return torch.zeros_like(targets_BT, dtype=torch.float32).masked_scatter(
+        is_scored_BT, divergence_N
+    )
 
 
 def count_targets(targets_BT: Tensor) -> int:

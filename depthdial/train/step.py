@@ -1,8 +1,7 @@
-"""One optimizer step: whole depth slices in, one gradient, one update.
+"""One optimizer step: whole depth slices in, one gradient, one update; and compilation.
 
-Which slice runs how many loops is data here (`depth_schedule.py` decides); where rows come from
-and what is written down is the business of `pretrain.py`.
-Letters: B rows, T tokens, D model width.
+Which slice runs how many loops is data here (`step_plan.py`), what is minimised is in
+`objective.py`; where rows come from and what is written down is the business of `pretrain.py`.
 """
 
 from __future__ import annotations
@@ -16,40 +15,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from depthdial.config import TimeModulationConfig
+from depthdial.config_recipe import ObjectiveConfig
 from depthdial.data.packing import Batch
-from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.schedule import NumLoops
-from depthdial.train.losses import DepthLosses, count_targets, step_loss_share, token_losses
+from depthdial.train.loss_module import LossModule
+from depthdial.train.losses import DepthLosses, count_targets
+from depthdial.train.objective import Objective, TokenTerms, count_positions
 from depthdial.train.optim import Optimizers
+from depthdial.train.step_plan import StepPlan, plan_rows
 
 Precision = Literal["fp32", "bf16"]
 # Every (rows, dtype, grad mode) of a block is one graph; hitting the limit is an error, never a
 # silent return to eager speed.
 RECOMPILE_LIMIT = 64
-
-
-class LossModule(nn.Module):
-    """What a data-parallel wrapper wraps: rows and loop counts in, token losses out."""
-
-    def __init__(self, model: LoopedLM) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch, num_loops: NumLoops) -> Tensor:
-        """Negative log-likelihood of every target in nats, 0 where none is scored, [B, T] fp32."""
-        x_BTD = self.model.trunk(
-            batch.tokens_BT,
-            num_loops=num_loops,
-            padding_mask_BT=batch.padding_mask_BT,
-            document_ids_BT=batch.document_ids_BT,
-        )
-        return self.read_out(x_BTD, batch.targets_BT)
-
-    def read_out(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Head and loss together: one graph when compiled."""
-        return token_losses(self.model.head(x_BTD), targets_BT)
 
 
 class BlockCompiler:
@@ -104,12 +84,14 @@ def make_compiler(loss_module: LossModule, *, wanted: bool) -> BlockCompiler | N
 class StepResult:
     """What one optimizer step did.
 
-    Fields: loss: token mean over all slices, nats; loss_by_loops: the same per loop count;
-    num_targets: tokens that carried loss; grad_norm: before clipping.
+    Fields: loss: cross entropy, token mean over all slices, nats; loss_by_loops: the same per loop
+    count; terms: the other terms of the objective before their weights, by name; num_targets:
+    tokens that carried loss; grad_norm: before clipping.
     """
 
     loss: float
     loss_by_loops: dict[int, float]
+    terms: dict[str, float]
     num_targets: int
     grad_norm: float
 
@@ -119,44 +101,77 @@ def train_step(
     batch: Batch,
     optimizers: Optimizers,
     *,
-    loops_per_slice: Sequence[int],
-    is_mixed: bool,
+    loops_per_slice: Sequence[int] | StepPlan,
     micro_batch_size: int,
     precision: Precision,
+    is_mixed: bool = True,
+    objective: Objective | None = None,
 ) -> StepResult:
-    """Accumulate the gradient of the token-mean loss over the global batch, clip, update.
+    """Accumulate the gradient of the objective over the global batch, clip, update.
 
     Args:
-        batch: the global batch; its rows are cut into as many equal slices as `loops_per_slice`
-            has entries.
-        is_mixed: pass one loop count per row even where they happen to agree, so that compiled
-            blocks see one kind of input.
+        batch: the global batch; its rows are cut into as many equal slices as the plan has.
+        loops_per_slice: a plan, or loop counts alone, which `is_mixed` then goes with.
         micro_batch_size: rows per forward, whole slices; changes memory, not the result.
+        objective: terms beside cross entropy; None for none.
     """
-    device = loss_module.model.embedding.weight.device
-    step_targets = count_targets(batch.targets_BT)
-    rows_per_slice = len(batch.tokens_BT) // len(loops_per_slice)
-    losses = DepthLosses()
+    plan = loops_per_slice
+    if not isinstance(plan, StepPlan):
+        plan = StepPlan.of_loops(plan, is_mixed=is_mixed)
+    objective = objective or Objective(loss_module, ObjectiveConfig())
+    model = loss_module.model
+    device = model.embedding.weight.device
+    step_targets, step_positions = count_targets(batch.targets_BT), count_positions(batch)
+    rows_per_slice = len(batch.tokens_BT) // len(plan.loops)
+    losses, terms_sum = DepthLosses(), _TermSums(step_targets, step_positions)
     optimizers.zero_grad()
     for start in range(0, len(batch.tokens_BT), micro_batch_size):
         part = take_rows(batch, start, start + micro_batch_size, device=device)
-        first_slice = start // rows_per_slice
-        last_slice = (start + micro_batch_size) // rows_per_slice
-        loops = loops_per_slice[first_slice:last_slice]
+        slices = slice(start // rows_per_slice, (start + micro_batch_size) // rows_per_slice)
+        rows = plan_rows(
+            plan,
+            slices,
+            rows_per_slice=rows_per_slice,
+            is_conditioned=isinstance(model.config.modulation, TimeModulationConfig),
+        )
         with autocast(device, precision):
-            nll_BT = loss_module(part, loops_of_rows(loops, rows_per_slice, is_mixed=is_mixed))
-        step_loss_share(nll_BT, step_targets=step_targets).backward()
-        losses.add(nll_BT, part.targets_BT, loops_per_slice=loops)
+            terms = objective(part, rows)
+        share = objective.share(terms, step_targets=step_targets, step_positions=step_positions)
+        # All that is trained may act on later loops only; then a step of one loop has no gradient.
+        if share.requires_grad:
+            share.backward()
+        losses.add(terms.nll_BT, part.targets_BT, loops_per_slice=plan.loops[slices])
+        terms_sum.add(terms)
     grad_norm = optimizers.clip_gradients()
     optimizers.step()
-    return StepResult(losses.mean(), losses.mean_by_loops(), step_targets, grad_norm)
+    return StepResult(
+        losses.mean(), losses.mean_by_loops(), terms_sum.means(), step_targets, grad_norm
+    )
 
 
-def loops_of_rows(loops: Sequence[int], rows_per_slice: int, *, is_mixed: bool) -> NumLoops:
-    """One int for equal slices, else one entry per row."""
-    if not is_mixed and len(set(loops)) == 1:
-        return loops[0]
-    return torch.tensor(loops).repeat_interleave(rows_per_slice)
+class _TermSums:
+    """Running sums of the terms beside cross entropy over the micro-batches of a step."""
+
+    def __init__(self, step_targets: int, step_positions: int) -> None:
+        self._counts = {
+            "distill": step_targets,
+            "short_loss": step_targets,
+            "consistency": step_positions,
+        }
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def add(self, terms: TokenTerms) -> None:
+        values = (terms.divergence_BT, terms.short_nll_BT, terms.distance_BT)
+        for name, value_BT in zip(self._counts, values, strict=True):
+            if value_BT is not None:
+                self._sums.setdefault(name, []).append(value_BT.detach().sum())
+
+    def means(self) -> dict[str, float]:
+        """Means over the step's targets or positions, rows without the term counted as zero."""
+        return {
+            name: sum(float(part) for part in parts) / self._counts[name]
+            for name, parts in self._sums.items()
+        }
 
 
 def take_rows(batch: Batch, start: int, end: int, *, device: torch.device) -> Batch:

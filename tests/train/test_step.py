@@ -12,11 +12,11 @@ from depthdial.train.optim import Optimizers
 from depthdial.train.step import (
     BlockCompiler,
     LossModule,
-    loops_of_rows,
     make_compiler,
     mean_loss,
     train_step,
 )
+from depthdial.train.step_plan import per_row
 
 VOCAB, CONTEXT, ROWS = 31, 12, 8
 
@@ -106,9 +106,9 @@ def test_no_compiler_is_made_unless_wanted():
 
 
 def test_rows_get_the_loop_count_of_their_slice():
-    assert loops_of_rows((3, 1), 2, is_mixed=True).tolist() == [3, 3, 1, 1]
-    assert loops_of_rows((3, 3), 2, is_mixed=False) == 3
-    assert loops_of_rows((3, 3), 2, is_mixed=True).tolist() == [3, 3, 3, 3]
+    assert per_row((3, 1), 2, is_mixed=True).tolist() == [3, 3, 1, 1]
+    assert per_row((3, 3), 2, is_mixed=False) == 3
+    assert per_row((3, 3), 2, is_mixed=True).tolist() == [3, 3, 3, 3]
 
 
 def test_a_step_lowers_the_loss_and_reports_it_per_loop_count():

@@ -1,0 +1,69 @@
+"""The teacher of a distillation: a frozen model that shares no memory with the student.
+
+What the divergence from it weighs is in `objective.py`.
+Letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from depthdial.data.packing import Batch
+from depthdial.data.tokenizer import Tokenizer
+from depthdial.model.checkpoint import load_model
+from depthdial.model.looped_lm import LoopedLM
+
+
+class Teacher:
+    """A model that is only read, at one loop count."""
+
+    def __init__(self, model: LoopedLM, *, num_loops: int) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.num_loops = num_loops
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        num_loops: int,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+        device: str,
+    ) -> Self:
+        """Open a model directory as teacher of a student with this vocabulary.
+
+        Raises: FileNotFoundError; ValueError if its token ids are not the student's, or it was
+            not trained for so many loops.
+        """
+        model = load_model(folder, device=device).float()
+        if model.config.vocab_size != vocab_size:
+            raise ValueError(
+                f"the teacher {folder} has {model.config.vocab_size} token ids, the student "
+                f"{vocab_size}; a teacher must have the same."
+            )
+        if Tokenizer.from_dir(folder).to_json() != tokenizer.to_json():
+            raise ValueError(
+                f"the teacher {folder} has another tokenizer than the training data, so the same "
+                "ids mean other text. Choose a teacher of the same tokenizer."
+            )
+        if num_loops > model.config.max_loops:
+            raise ValueError(
+                f"objective.distill.teacher_loops={num_loops} exceeds max_loops="
+                f"{model.config.max_loops} of the teacher {folder}."
+            )
+        return cls(model, num_loops=num_loops)
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor:
+        """[B, T, V] without gradient."""
+        return self.model(
+            batch.tokens_BT,
+            num_loops=self.num_loops,
+            padding_mask_BT=batch.padding_mask_BT,
+            document_ids_BT=batch.document_ids_BT,
+        )
