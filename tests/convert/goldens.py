@@ -50,9 +50,14 @@ class Golden(NamedTuple):
         return renamed
 
 
+def published(name: str, config_file: str = "config.json", **changes: Any) -> dict[str, Any]:
+    """The config of a golden case, with some keys changed."""
+    return json.loads((GOLDEN / name / config_file).read_text()) | changes
+
+
 def open_golden(name: str, config_file: str = "config.json", **changes: Any) -> Golden:
     """Map one case. changes: keys of the published config."""
-    values = json.loads((GOLDEN / name / config_file).read_text()) | changes
+    values = published(name, config_file, **changes)
     family, config = map_config(values)
     source = safetensors.torch.load_file(GOLDEN / name / "model.safetensors")
     tensors: dict[str, Tensor] = {}

@@ -171,7 +171,7 @@ class ScalarDory:
         for position, x in enumerate(stream):
             q, k = split(times(mixer["q_proj.weight"], x)), split(times(mixer["k_proj.weight"], x))
             rows = [unit(turn(head, position, profile)) for head in q]
-            queries.append([product(row, x) for row, x in zip(rows, scale, strict=True)])
+            queries.append([product(row, by) for row, by in zip(rows, scale, strict=True)])
             keys.append([unit(turn(head, position, profile)) for head in k])
             values.append(split(times(mixer["v_proj.weight"], x)))
         out = []

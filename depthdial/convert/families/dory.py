@@ -34,20 +34,27 @@ def read(source: SourceConfig) -> ModelConfig:
     source.expect("mlp_bias", False, default=False)
     source.expect("tie_word_embeddings", False, default=False)
     is_format_1 = "hybrid_layer_pattern" in source
-    special = _read_format_1(source) if is_format_1 else _read_layer_types(source)
+    if is_format_1:
+        pattern = source.need("hybrid_layer_pattern")
+        given = list(pattern) if isinstance(pattern, str) else pattern
+        letters = _letters("hybrid_layer_pattern", given, PATTERN_LETTERS)
+    else:
+        letters = _letters("layer_types", source.need("layer_types"), LAYER_TYPES)
+    split = _split(source, len(letters))
+    special = (_read_format_1 if is_format_1 else _read_layer_types)(source, letters)
     num_heads = source.count("num_attention_heads")
     num_loops = source.count("n_recurrent_loops")
     gate_init = source.take("attention_output_gate_logit_scale_init")
     if gate_init is not None:
         gate_init = source.number("attention_output_gate_logit_scale_init")
     policy = source.expect("recurrent_kv_cache_mode", *CACHE_POLICIES, default="per_loop")
-    layout, scale_std = special.pop("letters"), special.pop("scale_std")
+    scale_std = special.pop("scale_std")
     return ModelConfig.from_dict(
         {
             "vocab_size": source.count("vocab_size"),
             "d_model": source.count("hidden_size"),
-            "layout": _period(layout),
-            "split": _split(source, len(layout)),
+            "layout": _period(letters),
+            "split": split,
             "num_heads": num_heads,
             "num_kv_heads": source.count("num_key_value_heads", num_heads),
             "d_ff": source.count("intermediate_size"),
@@ -74,7 +81,7 @@ def read(source: SourceConfig) -> ModelConfig:
     )
 
 
-def _read_format_1(source: SourceConfig) -> dict[str, Any]:
+def _read_format_1(source: SourceConfig, letters: str) -> dict[str, Any]:
     """Fields that format 1 spells in its own way."""
     source.expect("dory_format_version", 1, default=1)
     for key, allowed in {
@@ -89,8 +96,6 @@ def _read_format_1(source: SourceConfig) -> dict[str, Any]:
         "output_transform": "replace",
     }.items():
         source.expect(key, allowed, default=allowed)
-    pattern = source.need("hybrid_layer_pattern")
-    letters = _letters("hybrid_layer_pattern", list(pattern), PATTERN_LETTERS)
     head_dim = source.count("attention_head_dim")
     # Format 1 repeats the sizes for its sliding layers; ours have one set.
     for twin, value in {
@@ -107,7 +112,6 @@ def _read_format_1(source: SourceConfig) -> dict[str, Any]:
     used = _profile_of_letters(source.take("rope_profile_layers"), letters)
     window = source.take("swa_window_size")
     return {
-        "letters": letters,
         "scale_std": source.number("init_method_std"),
         "head_dim": head_dim,
         **_rotation(letters, profiles[used["A"]], profiles[used[SLIDING]], window),
@@ -138,10 +142,9 @@ def _profile_of_letters(layers: Any, letters: str) -> dict[str, int]:
     return profiles
 
 
-def _read_layer_types(source: SourceConfig) -> dict[str, Any]:
+def _read_layer_types(source: SourceConfig, letters: str) -> dict[str, Any]:
     """Fields that the other format spells in its own way."""
     source.expect("hidden_act", "silu", default="silu")
-    letters = _letters("layer_types", source.need("layer_types"), LAYER_TYPES)
     profiles = {}
     parameters = source.section("rope_parameters")
     if parameters is None:
@@ -156,7 +159,6 @@ def _read_layer_types(source: SourceConfig) -> dict[str, Any]:
             section.number("partial_rotary_factor", 1.0),
         )
     return {
-        "letters": letters,
         "scale_std": source.number("initializer_range"),
         "head_dim": source.count("head_dim"),
         **_rotation(

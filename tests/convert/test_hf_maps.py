@@ -1,0 +1,219 @@
+"""The list of published families: each golden case both ways, and no family outside the maps."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from goldens import GOLDEN, open_golden, published
+
+import depthdial
+from depthdial.config import ModelConfig
+from depthdial.convert.hf_maps import (
+    FAMILIES,
+    detect,
+    family_named,
+    map_config,
+    rules_to_export,
+    select_rules,
+)
+from depthdial.model.looped_lm import LoopedLM
+
+CASES = {
+    "dory": "dory",
+    "huginn": "huginn",
+    "iquest-loop": "iquest-loop",
+    "llama": "llama",
+    "loopformer": "loopformer",
+    "loopus": "loopus",
+    "nanbeige": "nanbeige",
+    "ouro": "ouro",
+    "parcae": "parcae",
+    "qwen3": "qwen3",
+    "rrt-lora": "llama",
+}
+"""Golden case -> family."""
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def case(request):
+    return request.param, open_golden(request.param)
+
+
+# ---- every golden case: configs and tensors both ways
+
+
+def test_the_family_is_recognised(case):
+    name, opened = case
+    assert opened.family.name == CASES[name]
+    assert family_named(CASES[name]) is opened.family
+
+
+def test_our_tensors_are_exactly_those_of_the_model(case):
+    _, opened = case
+    model = LoopedLM(opened.config)
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in opened.tensors.items()} == expected
+
+
+def test_export_gives_back_the_same_bytes_and_names(case):
+    _, opened = case
+    found = {}
+    rules = opened.family.rules(opened.config, opened.values)
+    for rule in rules_to_export(rules, opened.source):
+        found |= rule.to_source(opened.tensors.__getitem__)
+    assert found.keys() == opened.source.keys()
+    for name, tensor in opened.source.items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_export_gives_back_the_same_config_keys(case):
+    _, opened = case
+    assert opened.family.write(opened.config, opened.values) == opened.values
+
+
+def test_a_config_without_an_origin_means_the_same_model(case):
+    _, opened = case
+    family, config = map_config(opened.family.write(opened.config, None))
+    assert family is opened.family
+    assert config == opened.config.replace(init_std=config.init_std)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"llama", "qwen3", "rrt-lora"}))
+def test_another_default_depth_is_written_and_special_tokens_are_kept(name):
+    opened = open_golden(name)
+    changed = opened.config.replace(num_loops=1)
+    if opened.values.get("bos_token_id") is None:
+        opened = opened._replace(values=opened.values | {"bos_token_id": 7})
+    values = opened.family.write(changed, opened.values)
+    assert values["bos_token_id"] == opened.values["bos_token_id"]
+    assert map_config(values)[1].num_loops == 1
+
+
+def test_limits_and_summary_are_sentences(case):
+    _, opened = case
+    for text in [opened.family.summary, *opened.family.limits(opened.config)]:
+        assert text[0].isupper() and text.endswith(".")
+
+
+def test_an_unknown_tensor_is_named_with_the_nearest_known_one(case):
+    _, opened = case
+    rules = opened.family.rules(opened.config, opened.values)
+    known = next(name for name in opened.source if name.endswith("weight"))
+    with pytest.raises(ValueError, match=re.escape(f"unknown tensor '{known}s'. Did you mean")):
+        select_rules(rules, [*opened.source, f"{known}s"])
+
+
+def test_a_missing_tensor_is_named(case):
+    name, opened = case
+    rules = opened.family.rules(opened.config, opened.values)
+    lost = next(n for n in reversed(sorted(opened.source)) if "lm_head" not in n)
+    with pytest.raises(ValueError, match=re.escape(f"missing tensor '{lost}'")):
+        select_rules(rules, [n for n in opened.source if n != lost])
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known_one(case):
+    name, opened = case
+    with pytest.raises(ValueError, match=r"'vocab_sizes'\. Did you mean 'vocab_size'"):
+        map_config(opened.values | {"vocab_sizes": 5})
+
+
+def test_all_eleven_families_are_listed():
+    names = [family.name for family in FAMILIES]
+    assert (
+        names
+        == (
+            "llama qwen3 ouro huginn dory nanbeige iquest-loop parcae loopformer loopus retrofit"
+        ).split()
+    )
+
+
+def test_an_unknown_family_says_what_it_found_and_what_is_known():
+    with pytest.raises(ValueError, match=r"model_type='gpt_neox' and architectures=\['X'\].*ouro"):
+        detect({"model_type": "gpt_neox", "architectures": ["X"]})
+    with pytest.raises(ValueError, match="Did you mean 'nanbeige'"):
+        family_named("nanbiege")
+
+
+# ---- the seam: no family outside the maps
+
+
+FAMILY_WORDS = re.compile(
+    r"\b(llama\d*|qwen\d*|olmo\d*|smollm\d*|ouro|looplm|huginn|raven|dory|nanbeige|iquest\w*|"
+    r"parcae|loopformer|loopus|lds)\b",
+    re.IGNORECASE,
+)
+MAY_NAME_FAMILIES = ("convert", "model/presets.py")
+POLICY_PREFIXES = ("huginn", "parcae")
+POLICY = re.compile(rf"\b({'|'.join(POLICY_PREFIXES)}):[\w-]+")
+"""Published cache policies, whose names carry the family they came with."""
+POLICY_FILES = ("config_checks.py", "model/cache_policies.py")
+"""Where such a name is taken apart."""
+ROPE_KIND = "llama3"
+"""Name of a rotary scaling, in configs of many families."""
+
+
+def words_in_code(path):
+    """Names and strings of a file; docstrings and comments cite sources and are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prose = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def test_no_family_is_named_outside_the_maps():
+    root, found = Path(depthdial.__file__).parent, []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(MAY_NAME_FAMILIES):
+            continue
+        for words in words_in_code(path):
+            rest = POLICY.sub("", words).replace("_", " ")
+            for word in FAMILY_WORDS.findall(rest):
+                is_policy = name in POLICY_FILES and word in POLICY_PREFIXES
+                if word != ROPE_KIND and not is_policy:
+                    found.append(f"{name}: {word} in {words!r}")
+    assert found == []
+
+
+def test_self_a_family_in_a_name_or_a_string_is_found(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text('"""Ouro, arXiv 2510.25741."""\n# Ouro\nis_ouro_model = kind == "x Dory"\n')
+    words = " ".join(words_in_code(path)).replace("_", " ")
+    assert FAMILY_WORDS.findall(words) == ["ouro", "Dory"]
+
+
+def test_importing_loads_no_model_class_of_transformers():
+    code = (
+        "import sys, json\n"
+        "import depthdial.convert.hf_maps as maps\n"
+        "from depthdial.model.looped_lm import LoopedLM\n"
+        f"values = json.load(open({str(GOLDEN / 'ouro' / 'config.json')!r}))\n"
+        "LoopedLM(maps.map_config(values)[1])\n"
+        "print([name for name in sys.modules if name.startswith('transformers')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_config_of_ours_is_plain_data():
+    """The mapped config can be written and read again, so a model directory can hold it."""
+    for name in CASES:
+        config = map_config(published(name))[1]
+        assert ModelConfig.from_dict(json.loads(config.to_json())) == config
