@@ -215,16 +215,17 @@ class LoopCache:
     def fill(self, rows: Tensor, from_loop: int) -> None:
         """Rows stopped after `from_loop` of their newest call: give its tokens the deeper entries.
 
-        They become copies of those of `from_loop`, up to the loop count that was bound. No effect
-        under policies where no loop lacks entries, or that say what it reads instead.
+        They become copies of those of `from_loop`, up to the loop count that was bound, and count
+        as entries from then on. No effect under policies where no loop lacks entries, or that say
+        what it reads instead.
 
         Args: rows: of the cache, [n]; from_loop: 0-based.
-        Raises: ValueError for a loop that none of the tokens ran.
+        Raises: ValueError for a loop beyond those that the rows were to run.
         """
-        if self._kept_now() is not None or self._rule.missing != "refuse":
+        if not len(rows) or self._kept_now() is not None or self._rule.missing != "refuse":
             return
         loops_B = self._state.row_loops_B[rows.cpu()]
-        if not 0 <= from_loop < max(loops_B.tolist(), default=1):
+        if not 0 <= from_loop < int(loops_B.max()):
             raise ValueError(
                 f"from_loop={from_loop}: the rows run {loops_B.tolist()} loops; give the 0-based "
                 "loop after which they stopped."
