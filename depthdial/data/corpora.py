@@ -27,6 +27,7 @@ from typing import Any
 from depthdial.data.documents import Document
 from depthdial.data.shards import SPLITS, TokenShards
 from depthdial.data.text import ChooseValid, prepare_documents, split_by_hash
+from depthdial.data.tokenizer import Tokenizer
 
 EMBEDDED_FILE = Path(__file__).parent / "corpus" / "annual_messages.jsonl.xz"
 VALID_YEAR_DIGIT = 9
@@ -73,17 +74,34 @@ def read_corpus(name: str) -> list[Document]:
     return list(_corpus(name).read())
 
 
-def prepare_corpus(name: str, cache_dir: str | Path, *, vocab_size: int) -> Path:
+def prepare_corpus(
+    name: str,
+    cache_dir: str | Path,
+    *,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Path:
     """A prepared folder of the corpus below `cache_dir`, written now or found there.
 
-    The folder's name holds corpus, version and vocabulary size. Several processes may
-    call this at once: the first to finish places the folder, the others use it.
-    Raises: as `read_corpus`; ValueError if a folder of that name holds something else.
+    The folder's name holds corpus, version and vocabulary size, or the start of the tokenizer's
+    hash. Several processes may call this at once: the first to finish places the folder, the
+    others use it.
+
+    Args: vocab_size: of a tokenizer trained on the corpus; tokenizer: used instead.
+    Raises: as `read_corpus`; ValueError if a folder of that name holds something else, or unless
+        exactly one of the two is given.
     """
+    if (vocab_size is None) == (tokenizer is None):
+        raise ValueError("give vocab_size (to train a tokenizer) or tokenizer, and not both.")
     corpus = _corpus(name)
     version = corpus.version()
-    origin = {"corpus": name, "version": version, "vocab_size": vocab_size}
-    folder = Path(cache_dir) / f"{name}-{version}-{vocab_size}"
+    origin: dict[str, Any] = {"corpus": name, "version": version}
+    if tokenizer is None:
+        origin["vocab_size"], made_with = vocab_size, str(vocab_size)
+    else:
+        digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+        origin["tokenizer_sha256"], made_with = digest, digest[:12]
+    folder = Path(cache_dir) / f"{name}-{version}-{made_with}"
     if folder.exists():
         _check_prepared(folder, origin)
         return folder
@@ -94,6 +112,7 @@ def prepare_corpus(name: str, cache_dir: str | Path, *, vocab_size: int) -> Path
             folder,
             choose_valid=corpus.choose_valid,
             vocab_size=vocab_size,
+            tokenizer=tokenizer,
             origin=origin,
         )
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Train a looped model from a recipe, and resume such a run bit for bit.
+"""Train a looped model from a recipe, new or from a model directory, and resume bit for bit.
 
 Linear on purpose: open, build, then one loop that draws depths, steps, writes and validates.
 All randomness is a pure function of (seed, step or row), so a checkpoint holds no generator.
@@ -9,40 +9,47 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from depthdial.config import Recipe
+from depthdial.config import ModulationConfig, Recipe
 from depthdial.data.packing import DataState, iterate_batches
+from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
-from depthdial.model.count import flops_per_token
 from depthdial.model.device import check_device
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.train.depth_schedule import DepthSchedule, loops_for_step
+from depthdial.train.cost import step_flops
+from depthdial.train.depth_schedule import DepthSchedule
+from depthdial.train.init_model import (
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    check_facts,
+    copy_companions,
+    first_model,
+    folder_facts,
+)
+from depthdial.train.loss_module import LossModule
+from depthdial.train.objective import Objective
 from depthdial.train.optim import Optimizers, lr_scale_at
+from depthdial.train.patterns import freeze_parameters
 from depthdial.train.progress import SilentObserver, TrainObserver
 from depthdial.train.provenance import collect_provenance
 from depthdial.train.run_dir import RunDir
 from depthdial.train.sources import TrainData, open_data
-from depthdial.train.step import (
-    LossModule,
-    StepResult,
-    make_compiler,
-    mean_loss,
-    train_step,
-)
+from depthdial.train.step import StepResult, make_compiler, mean_loss, train_step
+from depthdial.train.step_plan import StepPlan, mixes_depths, plan_step
+from depthdial.train.stop_signals import stop_signals
+from depthdial.train.teacher import Teacher, open_teacher, teacher_folder
 from depthdial.train.trackers import Tracker, make_tracker
 
 # What a resumed run may change; everything else decides weights, data or draws of past steps.
 RESUME_KEYS = (
     "optim.lr",
     "optim.adamw_lr",
+    "optim.lr_by_pattern",
     "optim.betas",
     "optim.eps",
     "optim.momentum",
@@ -61,8 +68,6 @@ RESUME_KEYS = (
     "train.keep_checkpoints",
     "train.tracker",
 )
-OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
 Status = Literal["finished", "interrupted", "terminated"]
 
 
@@ -92,7 +97,11 @@ class TrainResult:
 
 @dataclass
 class _Session:
-    """The live parts of one run."""
+    """The live parts of one run.
+
+    teacher: None without distillation. companions: folder whose tokenizer and other files every
+    checkpoint takes over; None for a run from new weights, which writes its own.
+    """
 
     recipe: Recipe
     run: RunDir
@@ -100,6 +109,8 @@ class _Session:
     model: LoopedLM
     optimizers: Optimizers
     progress: Progress
+    teacher: Teacher | None
+    companions: Path | None
 
 
 def train(
@@ -107,19 +118,29 @@ def train(
 ) -> TrainResult:
     """Train from the first step into a new folder root/name.
 
-    Raises: ValueError if that run exists, or recipe and data do not fit.
+    Raises: ValueError if that run exists, or recipe, data and the folder it starts from do not fit.
     """
     check_device(recipe.train.device)
+    init = recipe.train.init
+    model = first_model(recipe, starts_late=depth_schedule(recipe).switch_step > 0)
     data = open_data(recipe)
-    schedule = depth_schedule(recipe)
-    # Before the switch the model has no modulation at all: it is grafted at the switch.
-    late = schedule.switch_step > 0 and recipe.model.modulation is not None
-    config = recipe.model.replace(modulation=None) if late else recipe.model
-    model = LoopedLM(config, seed=recipe.train.seed).to(recipe.train.device)
     provenance = collect_provenance(seed=recipe.train.seed, device=recipe.train.device)
+    if init is not None:
+        provenance["init"] = folder_facts(init)
+    if (source := teacher_folder(recipe)) is not None:
+        provenance["teacher"] = folder_facts(source)
+    teacher = open_teacher(recipe, data.tokenizer)
     run = RunDir.create(root, recipe.name, config=recipe, provenance=provenance)
-    progress = Progress(data=data.train.fingerprint)
-    session = _Session(recipe, run, data, model, Optimizers(model, recipe.optim), progress)
+    session = _Session(
+        recipe,
+        run,
+        data,
+        model,
+        Optimizers(model, recipe.optim),
+        Progress(data=data.train.fingerprint),
+        teacher,
+        None if init is None else Path(init),
+    )
     # Whatever stops the run from here on, there is something to resume from.
     try:
         save_checkpoint(session)
@@ -149,9 +170,15 @@ def resume(
     checkpoint = run.latest_checkpoint()
     recipe = _changed(recipe, overrides or {})
     check_device(recipe.train.device)
-    run.read_provenance()
-    data = open_data(recipe)
+    provenance = run.read_provenance()
+    init = recipe.train.init
+    tokenizer = None if init is None else Tokenizer.from_dir(checkpoint.path)
+    data = open_data(recipe, tokenizer=tokenizer)
+    if (source := teacher_folder(recipe)) is not None:
+        check_facts(source, provenance["teacher"], role="the teacher")
+    teacher = open_teacher(recipe, data.tokenizer)
     model = load_model(checkpoint.path, device=recipe.train.device)
+    freeze_parameters(model, recipe.optim.freeze)
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
     progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
@@ -164,7 +191,8 @@ def resume(
     # Only once everything has opened: a refused resume leaves the run as it was.
     run.write_config(recipe)
     run.discard_metrics_after(checkpoint.step)
-    session = _Session(recipe, run, data, model, optimizers, progress)
+    companions = None if init is None else checkpoint.path
+    session = _Session(recipe, run, data, model, optimizers, progress, teacher, companions)
     return _run(session, observer or SilentObserver())
 
 
@@ -193,18 +221,26 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
     settings = recipe.train
     schedule = depth_schedule(recipe)
     num_slices = recipe.depth.num_depth_slices
+    is_mixed = mixes_depths(recipe.depth, max_loops=recipe.model.max_loops)
     loss_module = LossModule(session.model)
+    objective = Objective(loss_module, recipe.objective, teacher=session.teacher)
     compiler = make_compiler(loss_module, wanted=settings.compile)
     tracker = make_tracker(recipe, run.path)
     position = DataState(session.progress.next_row)
     batches = iterate_batches(session.data.train, settings.batch_size, position)
     status: Status = "finished"
-    with _stop_signals() as stop:
+    with stop_signals() as stop:
         for step in range(session.progress.step, settings.steps):
             started = time.perf_counter()
             if step >= schedule.switch_step and _needs_graft(session):
                 _graft(session, observer)
-            loops = loops_for_step(schedule, step=step, num_slices=num_slices)
+            plan = plan_step(
+                schedule,
+                step=step,
+                num_slices=num_slices,
+                is_mixed=is_mixed and step >= schedule.switch_step,
+                has_short_paths=recipe.objective.trajectory is not None,
+            )
             scale = lr_scale_at(recipe.optim, step=step, total_steps=settings.steps)
             optimizers.set_lr_scale(scale)
             batch, position = next(batches)
@@ -213,14 +249,14 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
                     loss_module,
                     batch,
                     optimizers,
-                    loops_per_slice=loops,
-                    is_mixed=_mixes_depths(recipe) and step >= schedule.switch_step,
+                    loops_per_slice=plan,
                     micro_batch_size=settings.micro_batch_size or settings.batch_size,
                     precision=settings.precision,
+                    objective=objective,
                 )
             seconds = time.perf_counter() - started
-            session.progress = _advance(session, loops, position, seconds)
-            record = _train_record(session, result, loops, seconds)
+            session.progress = _advance(session, plan, position, seconds)
+            record = _train_record(session, result, plan, seconds)
             _write(record, run, tracker, observer)
             is_last = step == settings.steps - 1
             # Read once: a signal that comes later waits for the next step.
@@ -243,19 +279,25 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
 
 
 def save_checkpoint(session: _Session) -> None:
-    """Model directory, tokenizer, optimizer state and position, whole or not at all."""
+    """Model directory with its tokenizer, optimizer state and position, whole or not at all."""
 
     def write(folder: Path) -> None:
         save_model(session.model, folder)
-        session.data.tokenizer.save(folder)
+        if session.companions is None:
+            session.data.tokenizer.save(folder)
+        else:
+            copy_companions(session.companions, folder)
         tensors = session.optimizers.state_tensors()
         write_tensors({name: t.cpu() for name, t in tensors.items()}, folder / OPTIMIZER_FILE)
         state = json.dumps(asdict(session.progress), indent=2) + "\n"
         (folder / STATE_FILE).write_text(state, encoding="utf-8")
 
-    session.run.save_checkpoint(
+    saved = session.run.save_checkpoint(
         session.progress.step, write, keep=session.recipe.train.keep_checkpoints
     )
+    if session.companions is not None:
+        # The folder that the run started from may go away; this one stays until the next.
+        session.companions = saved.path
 
 
 def _needs_graft(session: _Session) -> bool:
@@ -265,9 +307,10 @@ def _needs_graft(session: _Session) -> bool:
 
 def _graft(session: _Session, observer: TrainObserver) -> None:
     """Attach the modulation at the switch; weights, moments and schedule stay."""
-    modulation = session.recipe.model.modulation
-    assert modulation is not None
-    session.model.graft_modulation(modulation, seed=session.recipe.train.seed)
+    recipe = session.recipe
+    assert isinstance(recipe.model.modulation, ModulationConfig), "checked before the first step"
+    session.model.graft_modulation(recipe.model.modulation, seed=recipe.train.seed)
+    freeze_parameters(session.model, recipe.optim.freeze)
     added = session.optimizers.add_module_parameters(session.model)
     observer.notice(
         f"step {session.progress.step:>6}  mixed depth starts; modulation grafted "
@@ -275,27 +318,17 @@ def _graft(session: _Session, observer: TrainObserver) -> None:
     )
 
 
-def _mixes_depths(recipe: Recipe) -> bool:
-    """Whether slices of one step may run different loop counts."""
-    depth = recipe.depth
-    if recipe.model.max_loops == 1:
-        return False
-    is_split_override = depth.sampler == "override" and depth.override_frac > 0
-    is_split_draw = depth.depth_scope == "slice_group"
-    return depth.sampler.startswith("independent") or is_split_override or is_split_draw
-
-
-def _advance(
-    session: _Session, loops: tuple[int, ...], position: DataState, seconds: float
-) -> Progress:
+def _advance(session: _Session, plan: StepPlan, position: DataState, seconds: float) -> Progress:
     """Count one finished step and its cost."""
     recipe, before = session.recipe, session.progress
     tokens = recipe.train.batch_size * recipe.data.context
-    per_slice = tokens / len(loops)
-    flops = sum(
-        flops_per_token(session.model.config, k, context=recipe.data.context, training=True).total
-        * per_slice
-        for k in loops
+    flops = step_flops(
+        session.model.config,
+        plan,
+        context=recipe.data.context,
+        tokens_per_slice=tokens // len(plan.loops),
+        objective=recipe.objective,
+        teacher=session.teacher,
     )
     return replace(
         before,
@@ -308,19 +341,21 @@ def _advance(
 
 
 def _train_record(
-    session: _Session, result: StepResult, loops: tuple[int, ...], seconds: float
+    session: _Session, result: StepResult, plan: StepPlan, seconds: float
 ) -> dict[str, Any]:
     """One line of metrics.jsonl for a step."""
     tokens = session.recipe.train.batch_size * session.recipe.data.context
     by_loops = {f"train/loss_k{k}": loss for k, loss in result.loss_by_loops.items()}
+    terms = {f"train/{name}": value for name, value in result.terms.items()}
     rates = {f"lr/{group}": lr for group, lr in session.optimizers.learning_rates().items()}
     return {
         "step": session.progress.step,
         "tokens": session.progress.tokens,
         "train/loss": result.loss,
         **by_loops,
-        "loops/mean": sum(loops) / len(loops),
-        "loops/per_slice": list(loops),
+        **terms,
+        "loops/mean": sum(plan.loops) / len(plan.loops),
+        "loops/per_slice": list(plan.loops),
         **rates,
         "grad_norm": result.grad_norm,
         "train/tok_per_sec": tokens / seconds,
@@ -348,29 +383,3 @@ def _write(record: dict[str, Any], run: RunDir, tracker: Tracker, observer: Trai
     run.append_metrics(record)
     tracker.log(record)
     observer.record(record)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[Status]]:
-    """A list that Ctrl-C or SIGTERM fills; the running step is finished first.
-
-    A second Ctrl-C acts as usual; SIGTERM after Ctrl-C does not, so that a parent that stops its
-    children does not cut their save short. Only the main thread may take signals.
-    """
-    stop: list[Status] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def on_interrupt(number: int, frame: object) -> None:
-        if stop and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.append("interrupted" if number == signal.SIGINT else "terminated")
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, on_interrupt) for number in numbers}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
-# Formats that cannot carry code; anything else (pickles above all) is refused.
-ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt")
+# Formats that cannot carry code; anything else (pickles above all) is refused. `.model` is the
+# piece table of a tokenizer.
+ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+LICENCE_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*")
 
 
 def seal(folder: Path, *, step: int) -> None:
@@ -25,10 +28,10 @@ def seal(folder: Path, *, step: int) -> None:
     """
     files = sorted(path for path in folder.rglob("*") if not path.is_dir())
     for path in files:
-        if path.suffix not in ALLOWED_SUFFIXES or path.is_symlink():
+        if not is_allowed(path) or path.is_symlink():
             raise ValueError(
                 f"checkpoint step_{step}: '{path.name}' is not allowed; it holds "
-                f"regular files of the kinds {', '.join(ALLOWED_SUFFIXES)}."
+                f"regular files of the kinds {', '.join(ALLOWED_SUFFIXES)}, and licences."
             )
     if not files or folder / MANIFEST in files:
         raise ValueError(
@@ -40,12 +43,17 @@ def seal(folder: Path, *, step: int) -> None:
         fsync_path(path)
         entries[path.relative_to(folder).as_posix()] = {
             "bytes": path.stat().st_size,
-            "sha256": _sha256(path),
+            "sha256": file_sha256(path),
         }
     manifest = {"manifest_version": MANIFEST_VERSION, "step": step, "files": entries}
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
         fsync_path(path)
+
+
+def is_allowed(path: Path) -> bool:
+    """Whether a file of this name may be in a checkpoint."""
+    return path.suffix in ALLOWED_SUFFIXES or LICENCE_NAMES.fullmatch(path.name) is not None
 
 
 def problem_of(folder: Path, *, step: int) -> str | None:
@@ -71,7 +79,7 @@ def problem_of(folder: Path, *, step: int) -> str | None:
             return f"'{name}' is missing"
         if path.stat().st_size != num_bytes:
             return f"'{name}' has {path.stat().st_size} bytes instead of {num_bytes}"
-        if _sha256(path) != digest:
+        if file_sha256(path) != digest:
             return f"the contents of '{name}' changed (SHA-256 differs)"
     return None
 
@@ -104,6 +112,7 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,12 @@
-"""From a data config to training rows, validation rows and the tokenizer."""
+"""From a data config to training rows, validation rows and the tokenizer.
+
+The tokenizer is that of the data, unless training starts from a model: then text is prepared with
+the model's own.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,46 +34,88 @@ class TrainData:
     folder: Path | None
 
 
-def open_data(recipe: Recipe) -> TrainData:
+def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainData:
     """Open (and, for a named corpus, prepare once) the data of a recipe.
 
-    Raises: ValueError if the tokenizer's vocabulary is not the model's, or the text is too short.
+    Args: tokenizer: of the model that the run starts from; None for that of train.init, if any.
+    Raises: ValueError if the token ids are not the model's, or the text is too short.
     """
     config, seed = recipe.data, recipe.train.seed
+    if tokenizer is None:
+        tokenizer = init_tokenizer(recipe)
     if config.task is not None:
         train = PointerPrograms(seed, context=config.context, split="train")
         valid = PointerPrograms(VALIDATION_SEED, context=config.context, split="valid")
         data = TrainData(train, valid, pointer_tokenizer(), None)
+        prepared_with = tokenizer_sha256(data.tokenizer)
     else:
-        folder = prepared_folder(recipe)
+        folder = prepared_folder(recipe, tokenizer=tokenizer)
+        shards = {split: TokenShards.open(folder, split) for split in ("train", "valid")}
         train, valid = (
             PackedText(
-                TokenShards.open(folder, split),
+                shards[split],
                 context=config.context,
                 seed=seed if split == "train" else VALIDATION_SEED,
                 isolate_documents=config.isolate_documents,
             )
             for split in ("train", "valid")
         )
-        data = TrainData(train, valid, Tokenizer.from_dir(folder), folder)
-        if train.vocab_size != data.tokenizer.vocab_size:
+        data = TrainData(train, valid, tokenizer or Tokenizer.from_dir(folder), folder)
+        prepared_with = shards["train"].meta["tokenizer_sha256"]
+        if tokenizer is None and train.vocab_size != data.tokenizer.vocab_size:
             raise ValueError(
                 f"{folder}: the token files were made with {train.vocab_size} tokens, its "
                 f"tokenizer.json has {data.tokenizer.vocab_size}. Prepare the folder again."
             )
-    vocab_size = data.tokenizer.vocab_size
-    if vocab_size != recipe.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {vocab_size} tokens, model.vocab_size is "
-            f"{recipe.model.vocab_size}. Set model.vocab_size to {vocab_size}."
-        )
+    _check_ids(recipe, data, tokenizer, prepared_with=prepared_with)
     return data
 
 
-def prepared_folder(recipe: Recipe) -> Path:
-    """The prepared text that a recipe trains on."""
+def init_tokenizer(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer of the model that a recipe starts from; None for new weights."""
+    return None if recipe.train.init is None else Tokenizer.from_dir(recipe.train.init)
+
+
+def prepared_folder(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> Path:
+    """The prepared text that a recipe trains on; `tokenizer` as in `open_data`."""
     config = recipe.data
     if config.path is not None:
         return Path(config.path)
-    assert config.corpus is not None and config.tokenizer_vocab is not None, "config checked this"
-    return prepare_corpus(config.corpus, config.cache_dir, vocab_size=config.tokenizer_vocab)
+    assert config.corpus is not None, "config checked this"
+    if tokenizer is None:
+        tokenizer = init_tokenizer(recipe)
+    return prepare_corpus(
+        config.corpus, config.cache_dir, vocab_size=config.tokenizer_vocab, tokenizer=tokenizer
+    )
+
+
+def tokenizer_sha256(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers that give equal ids."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def _check_ids(
+    recipe: Recipe, data: TrainData, tokenizer: Tokenizer | None, *, prepared_with: str
+) -> None:
+    """The ids of the data are ids of the model."""
+    vocab_size, limit = data.tokenizer.vocab_size, recipe.model.vocab_size
+    if tokenizer is None:
+        if vocab_size != limit:
+            raise ValueError(
+                f"the tokenizer has {vocab_size} tokens, model.vocab_size is {limit}. Set "
+                f"model.vocab_size to {vocab_size}."
+            )
+        return
+    # Published models often have more rows than tokens, up to a round number.
+    if vocab_size > limit:
+        raise ValueError(
+            f"the tokenizer of train.init={recipe.train.init} has {vocab_size} tokens, its model "
+            f"{limit}; the folder is damaged."
+        )
+    if prepared_with != tokenizer_sha256(tokenizer):
+        source = data.folder or f"task '{recipe.data.task}'"
+        raise ValueError(
+            f"{source} was made with another tokenizer than train.init={recipe.train.init}, so "
+            "its token ids mean other text. Prepare the text with `depthdial prepare ... "
+            f"--tokenizer {recipe.train.init}`."
+        )

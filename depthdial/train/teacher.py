@@ -6,12 +6,10 @@ Letters: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Self
-
 import torch
 from torch import Tensor
 
+from depthdial.config import Recipe
 from depthdial.data.packing import Batch
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
@@ -25,39 +23,6 @@ class Teacher:
         self.model = model.eval().requires_grad_(False)
         self.num_loops = num_loops
 
-    @classmethod
-    def open(
-        cls,
-        folder: str | Path,
-        *,
-        num_loops: int,
-        vocab_size: int,
-        tokenizer: Tokenizer,
-        device: str,
-    ) -> Self:
-        """Open a model directory as teacher of a student with this vocabulary.
-
-        Raises: FileNotFoundError; ValueError if its token ids are not the student's, or it was
-            not trained for so many loops.
-        """
-        model = load_model(folder, device=device).float()
-        if model.config.vocab_size != vocab_size:
-            raise ValueError(
-                f"the teacher {folder} has {model.config.vocab_size} token ids, the student "
-                f"{vocab_size}; a teacher must have the same."
-            )
-        if Tokenizer.from_dir(folder).to_json() != tokenizer.to_json():
-            raise ValueError(
-                f"the teacher {folder} has another tokenizer than the training data, so the same "
-                "ids mean other text. Choose a teacher of the same tokenizer."
-            )
-        if num_loops > model.config.max_loops:
-            raise ValueError(
-                f"objective.distill.teacher_loops={num_loops} exceeds max_loops="
-                f"{model.config.max_loops} of the teacher {folder}."
-            )
-        return cls(model, num_loops=num_loops)
-
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
         """[B, T, V] without gradient."""
@@ -67,3 +32,38 @@ class Teacher:
             padding_mask_BT=batch.padding_mask_BT,
             document_ids_BT=batch.document_ids_BT,
         )
+
+
+def teacher_folder(recipe: Recipe) -> str | None:
+    """Model directory of a recipe's teacher; None without distillation."""
+    distill = recipe.objective.distill
+    return None if distill is None else distill.teacher or recipe.train.init
+
+
+def open_teacher(recipe: Recipe, tokenizer: Tokenizer) -> Teacher | None:
+    """The teacher of a recipe, in float32 on its device; None without distillation.
+
+    Args: tokenizer: of the training data.
+    Raises: FileNotFoundError; ValueError if the teacher's token ids are not the student's, or it
+        was not trained for so many loops.
+    """
+    folder, distill = teacher_folder(recipe), recipe.objective.distill
+    if folder is None or distill is None:
+        return None
+    model = load_model(folder, device=recipe.train.device).float()
+    if model.config.vocab_size != recipe.model.vocab_size:
+        raise ValueError(
+            f"the teacher {folder} has {model.config.vocab_size} token ids, the student "
+            f"{recipe.model.vocab_size}; a teacher must have the same."
+        )
+    if Tokenizer.from_dir(folder).to_json() != tokenizer.to_json():
+        raise ValueError(
+            f"the teacher {folder} has another tokenizer than the training data, so the same ids "
+            "mean other text. Choose a teacher of the same tokenizer."
+        )
+    if distill.teacher_loops > model.config.max_loops:
+        raise ValueError(
+            f"objective.distill.teacher_loops={distill.teacher_loops} exceeds max_loops="
+            f"{model.config.max_loops} of the teacher {folder}."
+        )
+    return Teacher(model, num_loops=distill.teacher_loops)

@@ -228,15 +228,15 @@ def test_b39_resume_takes_new_rates_keeps_moments_and_refuses_another_run(tmp_pa
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_with_a_way_on(tmp_path, monkeypatch):
-    from depthdial.train import step as step_module
+    from depthdial.train import objective
 
-    real = step_module.step_loss_share
+    real = objective.step_loss_share
     monkeypatch.setattr(
-        step_module, "step_loss_share", lambda nll, **k: real(nll, **k) * float("nan")
+        objective, "step_loss_share", lambda nll, **k: real(nll, **k) * float("nan")
     )
     with pytest.raises(FloatingPointError, match="depthdial resume RUN --optim.lr"):
         train(pointer_recipe(), root=tmp_path)
-    monkeypatch.setattr(step_module, "step_loss_share", real)
+    monkeypatch.setattr(objective, "step_loss_share", real)
     assert resume(tmp_path / "run", overrides={"optim.lr": 1e-3}).status == "finished"
 
 
