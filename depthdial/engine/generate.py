@@ -1,4 +1,4 @@
-"""Batched, cached, seeded generation from token ids, with a loop count per row.
+"""Batched, cached, seeded generation from token ids, with a loop count per row or per token.
 
 Token ids only: text and tokenizers belong to `api.py`.
 Letters: B rows, T tokens of one call, D model width, V vocabulary.
@@ -6,33 +6,41 @@ Letters: B rows, T tokens of one call, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthdial.config import CachePolicy
+from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned
 from depthdial.engine.sampling import Sampling, sample
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import NumLoops, allowed_num_loops, check_num_loops
+from depthdial.model.stopping_rules import StoppingRule
 
 
 @dataclass(frozen=True)
 class Generation:
     """One row's result.
 
-    token_ids: the new tokens, without the stop token. finish_reason: `stop` (a stop token, or
-    `is_complete`) or `length`.
+    Fields:
+        token_ids: the new tokens, without the stop token.
+        num_loops: passes of the core; the most for a token where a rule stops them.
+        prompt_tokens: tokens read.
+        finish_reason: `stop` (a stop token, or `is_complete`) or `length`.
+        mean_loops: passes per new token, a stop token included; None without a stopping rule.
     """
 
     token_ids: list[int]
     num_loops: int
     prompt_tokens: int
     finish_reason: Literal["stop", "length"]
+    mean_loops: float | None = None
 
 
 @torch.no_grad()
@@ -47,6 +55,7 @@ def generate(
     is_complete: Callable[[Sequence[int]], bool] | None = None,
     cache_policy: CachePolicy | None = None,
     prefill_chunk: int | None = None,
+    stop_rule: StoppingRule | None = None,
 ) -> list[Generation]:
     """Continue every prompt by up to `max_new_tokens`.
 
@@ -58,10 +67,13 @@ def generate(
         is_complete: is asked after every token of a row with all its new ones; True ends the row.
         cache_policy: None for the model's own.
         prefill_chunk: tokens per prompt call; None for the whole prompt at once.
+        stop_rule: ends the loops of each new token; `num_loops` is the most it may run. The
+            prompt, and with it the first new token, always runs all of them. None runs all.
 
     Returns: one `Generation` per prompt, in order.
     Raises: ValueError for an empty prompt, an unknown id, a loop count the model refuses, a
-        prompt and limit beyond `max_context`, or logits that are no finite numbers.
+        prompt and limit beyond `max_context`, a rule that does not go with model or cache, or
+        logits that are no finite numbers.
     """
     _check_whole("max_new_tokens", max_new_tokens)
     if prefill_chunk is not None:
@@ -79,10 +91,13 @@ def generate(
         policy=cache_policy,
         device=device,
     )
+    if stop_rule is not None:
+        check_can_stop(model.config, stop_rule, cache=cache)
+        warn_if_conditioned(model.config)
     with model.modulation.tabulated():
         logits_BV = _prefill(model, prompts, loops, cache=cache, chunk=prefill_chunk)
         cache.end_prompt()
-        new_ids, is_open_B = _decode(
+        decoded = _decode(
             model,
             logits_BV,
             loops,
@@ -91,14 +106,27 @@ def generate(
             sampling=sampling,
             stop_ids=stop_ids,
             is_complete=is_complete,
+            stop_rule=stop_rule,
         )
-    loops_of_rows = torch.as_tensor(loops).expand(batch_size).tolist()
+    most_loops = torch.as_tensor(loops).expand(batch_size).tolist()
     return [
-        Generation(ids, row_loops, len(prompt), "length" if still_open else "stop")
-        for ids, row_loops, prompt, still_open in zip(
-            new_ids, loops_of_rows, prompts, is_open_B.tolist(), strict=True
+        Generation(
+            decoded.new_ids[row],
+            most_loops[row],
+            len(prompt),
+            "length" if bool(decoded.is_open_B[row]) else "stop",
+            None if stop_rule is None else statistics.fmean(decoded.loops_of_tokens[row]),
         )
+        for row, prompt in enumerate(prompts)
     ]
+
+
+class _Decoded(NamedTuple):
+    """New ids of each row, passes that each of its tokens took, and which rows met no stop."""
+
+    new_ids: list[list[int]]
+    loops_of_tokens: list[list[int]]
+    is_open_B: Tensor
 
 
 def _decode(
@@ -111,17 +139,21 @@ def _decode(
     sampling: Sampling,
     stop_ids: Sequence[int],
     is_complete: Callable[[Sequence[int]], bool] | None,
-) -> tuple[list[list[int]], Tensor]:
-    """One token per call; returns the new ids of each row, and which rows met no stop [B]."""
+    stop_rule: StoppingRule | None,
+) -> _Decoded:
+    """One token per call."""
     device = logits_BV.device
     generators = sampling.generators(len(logits_BV))
     new_ids: list[list[int]] = [[] for _ in logits_BV]
+    loops_of_tokens: list[list[int]] = [[] for _ in logits_BV]
+    loops_B = torch.as_tensor(loops).expand(len(logits_BV))
     is_open_B = torch.ones(len(logits_BV), dtype=torch.bool)
     for new_tokens in range(1, max_new_tokens + 1):
         _check_finite(logits_BV[is_open_B.to(device)])
         next_B = sample(logits_BV, sampling, generators).cpu()
         for row in is_open_B.nonzero()[:, 0].tolist():
             token = int(next_B[row])
+            loops_of_tokens[row].append(int(loops_B[row]))
             if token in stop_ids:
                 is_open_B[row] = False
                 continue
@@ -131,13 +163,20 @@ def _decode(
         if new_tokens == max_new_tokens or not bool(is_open_B.any()):
             break
         # A finished row brings padding from here on: nothing of it is stored or attended.
-        logits_BV = model(
-            next_B[:, None].to(device),
-            num_loops=loops,
-            cache=cache,
-            padding_mask_BT=is_open_B[:, None].to(device),
-        )[:, 0]
-    return new_ids, is_open_B
+        tokens_BT, real_BT = next_B[:, None].to(device), is_open_B[:, None].to(device)
+        if stop_rule is None:
+            logits_BTV = model(tokens_BT, num_loops=loops, cache=cache, padding_mask_BT=real_BT)
+        else:
+            logits_BTV, loops_B, _, _ = run_until(
+                model,
+                tokens_BT,
+                rule=stop_rule,
+                max_loops=loops,
+                cache=cache,
+                padding_mask_BT=real_BT,
+            )
+        logits_BV = logits_BTV[:, 0]
+    return _Decoded(new_ids, loops_of_tokens, is_open_B)
 
 
 def _per_row(num_loops: NumLoops | Sequence[int]) -> NumLoops:

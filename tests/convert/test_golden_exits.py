@@ -3,37 +3,22 @@
 The README of each golden case says what its tensors mean.
 """
 
-from pathlib import Path
-
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
+from goldens import close, open_golden
 
+from depthdial.engine.adaptive import run_until
 from depthdial.model.halting import (
-    ExitGate,
     exit_distribution,
     mix_by_distribution,
     q_exit,
     select_by_loop,
 )
+from depthdial.model.loop_cache import LoopCache
 from depthdial.model.stopping_rules import ExitPoint, stopping_rule
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def vectors(family):
-    return safetensors.torch.load_file(GOLDEN / family / "vectors.safetensors")
-
-
-def weights(family, *names):
-    """Chosen tensors of the model file."""
-    file = safetensors.torch.load_file(GOLDEN / family / "model.safetensors")
-    return [file[name] for name in names]
-
-
-def close(actual, expected, tolerance):
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+ZERO_STATE = {"loop.initial_state": "zero", "loop.random_state_std": None}
 
 
 # ---- a distribution over loops, and a threshold q on its sums
@@ -41,22 +26,12 @@ def close(actual, expected, tolerance):
 
 @pytest.fixture(scope="module")
 def ouro():
-    return vectors("ouro")
+    return open_golden("ouro").vectors
 
 
 @pytest.fixture(scope="module")
 def ouro_logits(ouro):
     return [ouro[f"logits_k{k}"] for k in range(1, 5)]
-
-
-def test_the_gate_of_every_loop(ouro):
-    gate = ExitGate(32, has_norm=False)
-    gate.linear.weight.data, gate.linear.bias.data = weights(
-        "ouro", "model.early_exit_gate.weight", "model.early_exit_gate.bias"
-    )
-    with torch.no_grad():
-        logits_BTL = torch.stack([gate(ouro[f"state_k{k}"]) for k in range(1, 5)], dim=-1)
-    close(logits_BTL, ouro["gate_logits"], 1e-5)
 
 
 def test_the_exit_distribution(ouro):
@@ -124,17 +99,12 @@ def test_the_rule_for_generation_takes_the_same_decisions(ouro):
 
 @pytest.fixture(scope="module")
 def loopus():
-    return vectors("loopus")
+    return open_golden("loopus").vectors
 
 
 @pytest.fixture(scope="module")
 def loopus_gate():
-    gate = ExitGate(48, has_norm=True)
-    names = ("q_head.0.weight", "q_head.0.bias", "q_head.1.weight", "q_head.1.bias")
-    gate.norm.weight.data, gate.norm.bias.data, gate.linear.weight.data, gate.linear.bias.data = (
-        weights("loopus", *names)
-    )
-    return gate.requires_grad_(False)
+    return open_golden("loopus").model().exit_gate.requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +142,53 @@ def test_halting_depths_and_logits(loopus, loopus_points, name):
     by_loop = [loopus[f"logits_k{k}"] for k in range(1, 7)]
     halted_BTV = select_by_loop(by_loop, loops_N[:, None].expand(-1, 12))
     close(halted_BTV, loopus[f"logits_halt_{name}"], 5e-5)
+
+
+# ---- the same decisions by running the model
+
+
+def test_q_exit_of_single_tokens_takes_the_published_depths():
+    """Against the gates of the full pass, at the first token: it has no others to attend to."""
+    case = open_golden("ouro")
+    model, v = case.model(), case.vectors
+    for i, q in enumerate(v["q_values"].tolist()):
+        run = run_until(model, v["input_ids"][:, :1], rule=stopping_rule("q_exit", q), max_loops=4)
+        assert torch.equal(run.loops_B, v["qexit_loops"][i, :, 0])
+        close(run.logits_BTV, v["qexit_logits"][i, :, :1], 1e-4)
+
+
+HUGINN_THRESHOLDS = {
+    "kl": 0.02, "latent-diff": 0.25, "entropy-diff": 0.02, "minp-kl": 0.05,
+    "argmax-stability": 2, "cosine": 0.03,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("criterion", HUGINN_THRESHOLDS)
+def test_six_criteria_token_by_token_on_a_cache_with_gaps(criterion):
+    """Zero initial state; tokens with fewer loops leave gaps, which the newest entry fills."""
+    case = open_golden("huginn")
+    model, v = case.model(**ZERO_STATE), case.vectors
+    rule = stopping_rule(criterion.replace("-", "_"), HUGINN_THRESHOLDS[criterion])
+    tokens_BT = v["input_ids"]
+    cache = LoopCache(model.config, batch_size=2, capacity=14, policy="huginn:latest-m4")
+    runs = [
+        run_until(model, tokens_BT[:, t : t + 1], rule=rule, max_loops=8, cache=cache)
+        for t in range(14)
+    ]
+    loops_BT = torch.stack([run.loops_B for run in runs], dim=1)
+    assert torch.equal(loops_BT, v[f"exit_loops_{criterion}"])
+    logits_BTV = torch.cat([run.logits_BTV for run in runs], dim=1)
+    close(logits_BTV, v[f"exit_logits_{criterion}"], 2e-4)
+    values_BTL = torch.stack([run.values_BL for run in runs], dim=1)
+    close(values_BTL.nan_to_num(-1.0), v[f"exit_values_{criterion}"], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["threshold", "cdf", "convergence"])
+def test_three_rules_halt_whole_sequences_without_a_cache(name):
+    case = open_golden("loopus")
+    model, v = case.model(), case.vectors
+    rule = stopping_rule(name, float(v[f"halt_param_{name}"]))
+    run = run_until(model, v["input_ids"], rule=rule, max_loops=6)
+    assert torch.equal(run.loops_B, v[f"halt_step_{name}"])
+    close(run.logits_BTV, v[f"logits_halt_{name}"], 5e-5)
+    assert not run.is_causal
