@@ -83,6 +83,9 @@ class ModulationConfig(StrictConfig):
     """Width of each of the two sinusoidal embeddings (progress and budget)."""
     embed_scale: PositiveFloat = 1000.0
     """Progress and budget, in (0, 1], are multiplied by this before the sine ladder."""
+    neutral: Literal["one_loop", "every_loop"] = "one_loop"
+    """What heads of zero leave unchanged. one_loop: the function of one loop; later loops enter
+    through an RMSNorm and do not move the state (ELR). every_loop: a model that loops already."""
 
 
 class TimeModulationConfig(StrictConfig):

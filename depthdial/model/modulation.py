@@ -162,7 +162,8 @@ class ELRModulation(LoopConditioning):
     """ELR loop-conditioned modulation (section 3.4, arXiv 2610.12582).
 
     c = MLP([phi(i/k); phi(k/K)]) conditions every core sublayer, the loop entry and the update;
-    the coda reads (1, k/K). Loop i of the paper is loop_idx + 1.
+    the coda reads (1, k/K). Loop i of the paper is loop_idx + 1. With neutral="every_loop" the
+    entry of later loops is unchanged too, and pi_i = 1 at every loop.
 
     Args: config: of the model; cond: its `modulation`.
     """
@@ -171,6 +172,7 @@ class ELRModulation(LoopConditioning):
         super().__init__(config)
         d_model = config.d_model
         self.max_loops = config.max_loops
+        self.keeps_one_loop = cond.neutral == "one_loop"
         self.embedding = SinusoidalEmbedding(cond.embed_dim, cond.embed_scale)
         self.mlp_in = nn.Linear(2 * cond.embed_dim, cond.d_cond)
         self.mlp_out = nn.Linear(cond.d_cond, cond.d_cond)
@@ -191,13 +193,14 @@ class ELRModulation(LoopConditioning):
         lam, mu, eta = self.entry(condition_UC)[:, None].chunk(3, dim=-1)
         # The first loop's exceptions are values, not branches: entry unchanged, pi_1 = 1.
         later = float(loop_idx > 0)
+        normed = later if self.keeps_one_loop else 0.0
         entry = EntryModulation(
-            raw_gain=torch.full_like(lam, 1 - later),
-            norm_gain=later * (1 + lam),
+            raw_gain=torch.full_like(lam, 1 - normed),
+            norm_gain=normed + later * lam,
             shift=later * mu,
             eta=later * eta,
         )
-        exit_gain = (1 - later) + self.exit(condition_UC)[:, None]
+        exit_gain = (1 - normed) + self.exit(condition_UC)[:, None]
         sublayers = tuple(sublayer(condition_UC) for sublayer in self.core)
         return LoopModulation(sublayers, entry, self._fixed(loop_idx, budgets, exit_gain))
 
