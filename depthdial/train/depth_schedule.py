@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Literal, Self
 
 from depthdial.config import DepthConfig, SamplerName
-from depthdial.config_recipe_checks import (
+from depthdial.config_training import (
     FRACTION_SAMPLERS,
     POISSON_SAMPLERS,
     SHARED_DRAW_SAMPLERS,
