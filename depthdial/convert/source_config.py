@@ -34,6 +34,9 @@ WITHOUT_EFFECT = (
 classes and versions, storage dtype, initial values, ids of special tokens (read with the
 tokenizer)."""
 
+MOST_LAYERS = 10_000
+"""Far beyond any published model; a config with more is damaged or hostile."""
+
 
 class SourceConfig:
     """A dictionary of plain JSON values; every key must be read, and reading is by name.
@@ -64,6 +67,17 @@ class SourceConfig:
                 f"{nearest_name(key, sorted(set(self._values) - self._read))}"
             )
         return self._values[key]
+
+    def layers(self, key: str) -> int:
+        """A number of layers. Raises: ValueError for one that no model has, before anything is
+        built for each of them."""
+        layers = self.count(key)
+        if layers > MOST_LAYERS:
+            raise ValueError(
+                f"'{self._where}{key}' is {layers} in the source config; this runtime opens models "
+                f"of at most {MOST_LAYERS} layers."
+            )
+        return layers
 
     def count(self, key: str, default: int | None = None) -> int:
         """A positive whole number; null counts as absent. Raises: ValueError for all else."""

@@ -198,12 +198,13 @@ class Copy:
 class Buffer:
     """A source tensor that the config determines, such as a rotary table: checked, not stored.
 
-    Args: make: computes it in float32; tolerance: largest absolute difference that is taken for
-        rounding (of another library, or of a 16-bit dtype).
+    Args: make: computes it in float32; shape: of the result, checked before it is computed;
+        tolerance: largest absolute difference that is taken for rounding of another library.
     """
 
     source: str
     make: Callable[[], Tensor]
+    shape: tuple[int, ...]
     tolerance: float = 1e-4
     is_exported: bool = True
 
@@ -216,8 +217,9 @@ class Buffer:
         return ()
 
     def to_ours(self, get: Get) -> dict[str, Tensor]:
-        stored, made = get(self.source), self.make()
-        _check_shape(self.source, stored, tuple(made.shape))
+        stored = get(self.source)
+        _check_shape(self.source, stored, self.shape)
+        made = self.make()
         # A 16-bit table is off by half a unit in the last place, relative to its largest value.
         rounding = torch.finfo(stored.dtype).eps * made.abs().max().item()
         worst = (stored.float() - made).abs().max().item()

@@ -69,7 +69,7 @@ def test_b49_zeroed_rotary_frequencies_are_refused():
 
 
 def test_a_buffer_knows_whether_its_bytes_can_be_made_again():
-    buffer = Buffer("t", lambda: torch.ones(3), tolerance=0.1)
+    buffer = Buffer("t", lambda: torch.ones(3), (3,), tolerance=0.1)
     assert buffer.reproduces(torch.ones(3))
     assert not buffer.reproduces(torch.ones(3) + 0.01)
     assert not buffer.reproduces(torch.ones(3, dtype=torch.bfloat16))
@@ -79,8 +79,18 @@ def test_without_an_origin_only_what_the_format_stores_is_written():
     rules = [
         Rename("a", "x"),
         Copy("b", "a", "x", is_exported=False),
-        Buffer("c", lambda: torch.ones(1)),
+        Buffer("c", lambda: torch.ones(1), (1,)),
     ]
     names = [rule.source_names for rule in rules_to_export(rules, None)]
     assert names == [("a",), ("c",)]
     assert rules_to_export(rules, ["a", "b"]) == rules[:2]
+
+
+def test_a_table_of_another_shape_is_refused_before_it_is_made():
+    """A config may ask for a table of any size; the stored one says what memory it takes."""
+
+    def make():
+        raise AssertionError("the table was made")
+
+    with pytest.raises(ValueError, match=r"'t' has shape \[3\].*asks for \[1000000000000\]"):
+        Buffer("t", make, (10**12,)).to_ours(lambda name: torch.ones(3))

@@ -99,7 +99,7 @@ def read_decoder(
     source.ignore("attention_dropout", "hidden_dropout", "resid_pdrop")
     source.expect("hidden_act", "silu", default="silu")
     source.expect("quantization_config", None)
-    num_layers = source.count("num_hidden_layers")
+    num_layers = source.layers("num_hidden_layers")
     _check_full_attention(source, num_layers)
     d_model, num_heads = source.count("hidden_size"), source.count("num_attention_heads")
     return {
@@ -221,10 +221,7 @@ def decoder_rules(
     # Old files carry the rotary frequencies, once or once per layer.
     if config.rope_scaling is None:
         owners = ["model", *(f"model.layers.{block}.self_attn" for block in range(num_blocks))]
-        make = inverse_frequencies(config)
-        rules += [
-            Buffer(f"{owner}.rotary_emb.inv_freq", make, is_exported=False) for owner in owners
-        ]
+        rules += [inverse_frequency_rule(config, f"{owner}.rotary_emb") for owner in owners]
     return rules
 
 
@@ -240,9 +237,23 @@ def head_rules(
     return [Copy("lm_head.weight", embedding, "embedding.weight", is_exported=is_exported)]
 
 
+def num_rotating(config: ModelConfig) -> int:
+    """Channels of a head that rotate."""
+    return round(config.head_dim * config.rotary_frac)
+
+
+def inverse_frequency_rule(config: ModelConfig, owner: str) -> Buffer:
+    """Frequencies that old files carry and newer ones leave out.
+
+    Args: owner: name of the module that they belong to.
+    """
+    shape = (num_rotating(config) // 2,)
+    return Buffer(f"{owner}.inv_freq", inverse_frequencies(config), shape, is_exported=False)
+
+
 def inverse_frequencies(config: ModelConfig) -> Callable[[], Tensor]:
     """Makes theta^(-2 j / n) for the n rotating channels of a head, [n / 2]."""
-    rotating = round(config.head_dim * config.rotary_frac)
+    rotating = num_rotating(config)
 
     def make() -> Tensor:
         exponents = torch.arange(0, rotating, 2, dtype=torch.int64).float() / rotating
@@ -251,8 +262,18 @@ def inverse_frequencies(config: ModelConfig) -> Callable[[], Tensor]:
     return make
 
 
+TABLE_TOLERANCE = 2e-3
+"""Angles up to a context of 2^17 carry a float32 rounding of this size."""
+
+
+def cos_sin_rule(config: ModelConfig, source: str) -> Buffer:
+    """A stored table of cosines and sines of all positions, [1, max_context, 1, n / 2, 2]."""
+    shape = (1, config.max_context, 1, num_rotating(config) // 2, 2)
+    return Buffer(source, cos_sin_table(config), shape, TABLE_TOLERANCE)
+
+
 def cos_sin_table(config: ModelConfig) -> Callable[[], Tensor]:
-    """Makes cosines and sines of all positions, [1, max_context, 1, n / 2, 2], in float32."""
+    """Makes that table in float32."""
     frequencies = inverse_frequencies(config)
     factor = config.rope_scaling.factor if config.rope_scaling is not None else 1.0
 

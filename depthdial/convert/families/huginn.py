@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from depthdial.config import ModelConfig
-from depthdial.convert.families.decoder_layers import cos_sin_table
+from depthdial.convert.families.decoder_layers import cos_sin_rule
 from depthdial.convert.families.raven_layers import (
     MODEL_TYPE,
     block_names,
@@ -19,10 +19,7 @@ from depthdial.convert.families.raven_layers import (
 )
 from depthdial.convert.family import Family
 from depthdial.convert.source_config import SourceConfig
-from depthdial.convert.tensor_rules import Buffer, Rename, TensorRule
-
-TABLE_TOLERANCE = 2e-3
-"""Angles up to a context of 2^17 carry a float32 rounding of this size."""
+from depthdial.convert.tensor_rules import Rename, TensorRule
 
 
 def matches(values: dict[str, Any]) -> bool:
@@ -64,7 +61,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
             (4, f"{mlp}.post_norm"),
         )
         found += [Rename(f"{theirs}.norm_{i}.weight", f"{ours}.weight") for i, ours in norms]
-    found.append(Buffer("freqs_cis", cos_sin_table(config), TABLE_TOLERANCE))
+    found.append(cos_sin_rule(config, "freqs_cis"))
     return found
 
 

@@ -39,7 +39,7 @@ def read(source: SourceConfig) -> ModelConfig:
             "vocab_size": source.count("vocab_size"),
             "d_model": d_model,
             "layout": "AF",
-            "split": [0, 2 * source.count("n_layer"), 0],
+            "split": [0, 2 * source.layers("n_layer"), 0],
             "num_heads": num_heads,
             "num_kv_heads": num_heads,
             "head_dim": d_model // num_heads,

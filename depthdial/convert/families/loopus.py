@@ -66,10 +66,11 @@ def read(source: SourceConfig) -> ModelConfig:
 def _split(source: SourceConfig, num_layers: int) -> list[int]:
     """Sublayers of the three parts. Raises: ValueError unless they hold each layer once."""
     parts = [source.need(f"{part}_layer_indices") for part in PARTS]
-    if not all(isinstance(layers, list) for layers in parts) or not parts[1]:
+    are_lists = all(isinstance(layers, list) for layers in parts)
+    if not are_lists or not parts[1] or any(type(layer) is not int for layer in sum(parts, [])):
         raise ValueError(
-            f"the source config has layer lists {parts}; each of {PARTS} needs a list, and the "
-            "reasoning block at least one layer."
+            f"the source config has layer lists {parts}; each of {PARTS} needs a list of "
+            "numbers, and the reasoning block at least one layer."
         )
     if sorted(sum(parts, [])) != list(range(num_layers)):
         raise ValueError(

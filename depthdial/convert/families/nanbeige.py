@@ -62,6 +62,10 @@ def read(source: SourceConfig) -> ModelConfig:
     source.expect("kv_channels", None, fields["head_dim"])
     num_loops, final_norm = source.count("num_loops", 1), "loop"
     loss_weights = source.take("loop_loss_weights")
+    if not isinstance(loss_weights, list | None):
+        raise ValueError(
+            f"'loop_loss_weights' is {loss_weights!r} in the source config, not a list."
+        )
     if loss_weights:
         num_loops = len(loss_weights) + 1
     if source.flag("skip_loop_final_norm"):

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from depthdial.config import ModelConfig
-from depthdial.convert.families.decoder_layers import cos_sin_table, head_rules
-from depthdial.convert.families.huginn import TABLE_TOLERANCE
+from depthdial.convert.families.decoder_layers import cos_sin_rule, head_rules
 from depthdial.convert.families.raven_layers import PARTS, block_names, read_mean_loops
 from depthdial.convert.family import Family
 from depthdial.convert.source_config import SourceConfig
-from depthdial.convert.tensor_rules import Buffer, Rename, TensorRule
+from depthdial.convert.tensor_rules import Rename, TensorRule
 
 CLASS_NAME = "ParcaeConfig"
 ONLY_IN_TRAINING = (
@@ -70,7 +69,7 @@ def read(source: SourceConfig) -> ModelConfig:
     source.expect("recurrent_num_attention_heads", None, num_heads)
     d_ff = source.count("intermediate_size")
     core_d_ff = source.count("recurrent_intermediation_embedding_dimension", d_ff)
-    parts = [source.count(f"n_layers_in_{part}") for part in PARTS]
+    parts = [source.layers(f"n_layers_in_{part}") for part in PARTS]
     loops = read_mean_loops(source)
     return ModelConfig.from_dict(
         {
@@ -152,7 +151,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
         Rename("transformer.adapter.B", "injection.input.weight"),
         # The released loader is strict and asks for both copies and for the table.
         *head_rules(config, "transformer.wte.weight", is_exported=True),
-        Buffer("freqs_cis", cos_sin_table(config), TABLE_TOLERANCE),
+        cos_sin_rule(config, "freqs_cis"),
     ]
     if config.prelude_norm:
         found.append(Rename("transformer.ln_prelude.weight", "prelude_norm.weight"))

@@ -59,7 +59,7 @@ def read_raven(source: SourceConfig) -> dict[str, Any]:
     d_model, num_heads = source.count("n_embd"), source.count("n_heads")
     source.expect("hidden_size", None, d_model)
     source.expect("num_attention_heads", None, num_heads)
-    parts = [source.count(f"n_layers_in_{part}") for part in PARTS]
+    parts = [source.layers(f"n_layers_in_{part}") for part in PARTS]
     for key in ("n_layers", "num_hidden_layers"):
         source.expect(key, None, sum(parts))
     return {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from depthdial.config import ModelConfig
-from depthdial.convert.families.decoder_layers import inverse_frequencies, read_rope, write_rope
+from depthdial.convert.families.decoder_layers import inverse_frequency_rule, read_rope, write_rope
 from depthdial.convert.families.raven_layers import (
     MODEL_TYPE,
     block_names,
@@ -22,7 +22,7 @@ from depthdial.convert.families.raven_layers import (
 )
 from depthdial.convert.family import Family
 from depthdial.convert.source_config import SourceConfig
-from depthdial.convert.tensor_rules import Buffer, Rename, TensorRule
+from depthdial.convert.tensor_rules import Rename, TensorRule
 
 INITIAL_STATES = {"random": "random", "embed-init": "prelude", "embed_init": "prelude"}
 """Their mode -> ours."""
@@ -61,8 +61,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
             Rename(f"{theirs}.norm_2.weight", f"{mlp}.norm.weight"),
         ]
     if config.rope_scaling is None:
-        make = inverse_frequencies(config)
-        found.append(Buffer("rotary_emb.inv_freq", make, is_exported=False))
+        found.append(inverse_frequency_rule(config, "rotary_emb"))
     return found
 
 
