@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from depthdial.engine.generate import Generation
     from depthdial.eval.depth_sweep import DepthSweep
     from depthdial.model.looped_lm import LoopedLM
+    from depthdial.model.stopping_rules import StoppingRule
     from depthdial.train.pretrain import TrainResult
     from depthdial.train.progress import TrainObserver
 
@@ -36,10 +37,11 @@ class Completion:
 
     Fields:
         text: without the prompt, without the stop text.
-        num_loops: passes of the core for every token.
+        num_loops: passes of the core for every token; the most where an exit rule ends them.
         finish_reason: `stop` (end-of-text token or stop text) or `length`.
         prompt_tokens: tokens read, the end-of-text token that opens the prompt among them.
         completion_tokens: tokens generated, those of the stop text among them.
+        mean_loops: passes per generated token; None without an exit rule.
     """
 
     text: str
@@ -47,6 +49,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    mean_loops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Model:
         seed: int = 0,
         stop: str | Sequence[str] = (),
         cache_policy: CachePolicy | None = None,
+        exit_rule: str | None = None,
+        exit_threshold: float | None = None,
     ) -> list[Completion]:
         """Continue every prompt as the beginning of a document.
 
@@ -95,6 +100,9 @@ class Model:
                 one call differ. No effect at temperature 0.
             stop: texts that end a continuation as soon as one stands in it; they are cut off.
             cache_policy: None for the config's.
+            exit_rule: name of a rule of `model/stopping_rules.py` that ends the loops of each new
+                token, such as `kl` or `q_exit`; `num_loops` is then the most. None runs all.
+            exit_threshold: of that rule; None for the published one.
 
         Returns: one `Completion` per prompt, in order; a list also for a single prompt.
         Raises: ValueError for an empty prompt, a loop count the model refuses, a number out of
@@ -128,6 +136,7 @@ class Model:
             stop_ids=() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,),
             is_complete=has_stop_text if stop_texts else None,
             cache_policy=cache_policy,
+            stop_rule=_stop_rule(exit_rule, exit_threshold),
         )
         return [_completion(self.tokenizer, result, stop_texts) for result in results]
 
@@ -320,6 +329,20 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
     return recipe.replace(**changes) if changes else recipe
 
 
+def _stop_rule(name: str | None, threshold: float | None) -> StoppingRule | None:
+    """The named rule. Raises: ValueError for an unknown name or a threshold without a rule."""
+    from depthdial.model.stopping_rules import stopping_rule
+
+    if name is not None:
+        return stopping_rule(name, threshold)
+    if threshold is not None:
+        raise ValueError(
+            f"exit_threshold={threshold} has no effect without an exit_rule; name a rule, or leave "
+            "it out."
+        )
+    return None
+
+
 def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[str]) -> Completion:
     """Text of the new tokens, up to the earliest stop text."""
     text = tokenizer.decode(result.token_ids)
@@ -330,6 +353,7 @@ def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[s
         finish_reason="stop" if places else result.finish_reason,
         prompt_tokens=result.prompt_tokens,
         completion_tokens=len(result.token_ids),
+        mean_loops=result.mean_loops,
     )
 
 

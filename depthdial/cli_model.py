@@ -91,6 +91,17 @@ def generate_parser() -> jsonargparse.ArgumentParser:
         help=f"cached keys and values: {', '.join(CACHE_POLICIES)}, or a published model's rule "
         "(the model's)",
     )
+    parser.add_argument(
+        "--exit-rule",
+        metavar="NAME",
+        help="end the loops of each new token by a rule, such as kl, latent_diff, argmax_stability "
+        "or, with an exit gate, q_exit; --num-loops is then the most (none)",
+    )
+    parser.add_argument(
+        "--exit-threshold",
+        metavar="X",
+        help="of the rule (the published one; q_exit has none)",
+    )
     parser.add_argument("--device", default="cpu", help="torch device, e.g. cpu, cuda, mps (cpu)")
     return parser
 
@@ -104,10 +115,13 @@ def run_generate(options: Options) -> int:
         "top_p": number(options.top_p, "--top-p", whole=False),
         "min_p": number(options.min_p, "--min-p", whole=False),
         "seed": number(options.seed, "--seed", whole=True),
+        "exit_threshold": number(options.exit_threshold, "--exit-threshold", whole=False),
     }
     asked = None if options.num_loops is None else loop_counts(options.num_loops)
     if asked is not None and len(asked) > 1 and not options.compare:
         raise UsageError("several loop counts go with --compare; without it give one.")
+    if options.exit_threshold is not None and options.exit_rule is None:
+        raise UsageError("--exit-threshold goes with --exit-rule; name the rule, or leave it out.")
     if options.cache_policy is not None:
         try:
             check_cache_policy(options.cache_policy)
@@ -126,6 +140,7 @@ def run_generate(options: Options) -> int:
             num_loops=num_loops,
             stop=options.stop,
             cache_policy=options.cache_policy,
+            exit_rule=options.exit_rule,
             **numbers,
         )
         results.append((completion, time.perf_counter() - started))
@@ -284,8 +299,10 @@ def _print_comparison(prompt: str, results: list[tuple[Completion, float]]) -> N
 def _spent(completion: Completion, seconds: float) -> str:
     """Tokens, speed and why it ended."""
     ended = {"stop": "ended by itself or at a stop text", "length": "cut at the limit"}
+    mean = completion.mean_loops
+    depth = "" if mean is None else f" at {mean:.2f} loops per token"
     return (
-        f"{completion.prompt_tokens} prompt tokens, {completion.completion_tokens} new, "
+        f"{completion.prompt_tokens} prompt tokens, {completion.completion_tokens} new{depth}, "
         f"{completion.completion_tokens / seconds:,.0f} tokens/s, "
         f"{ended[completion.finish_reason]}"
     )

@@ -137,6 +137,23 @@ class TestGenerate:
         ]
         assert together == alone
 
+    @pytest.mark.filterwarnings("ignore:the loops of this model depend")
+    def test_an_exit_rule_ends_the_loops_of_each_token(self, model: Model) -> None:
+        """A rule that never stops gives the plain text; one that always does, one loop a token."""
+        settings = {"num_loops": 3, "max_new_tokens": 5}
+        [plain] = model.generate("The ship", **settings)
+        [never] = model.generate(
+            "The ship", exit_rule="latent_diff", exit_threshold=1e-30, **settings
+        )
+        [always] = model.generate("The ship", exit_rule="latent_diff", exit_threshold=9, **settings)
+        assert (plain.mean_loops, never.mean_loops) == (None, 3)
+        assert never.text == plain.text
+        assert always.mean_loops == pytest.approx((3 + 4) / 5)
+
+    def test_an_exit_threshold_needs_a_rule(self, model: Model) -> None:
+        with pytest.raises(ValueError, match="exit_threshold=0.1 has no effect without"):
+            model.generate("The ship", exit_threshold=0.1)
+
     def test_equal_seeds_give_equal_text_and_others_do_not(self, model: Model) -> None:
         first, again, other = (
             model.generate("The", temperature=1.0, seed=seed, max_new_tokens=20)[0].text

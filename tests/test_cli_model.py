@@ -41,6 +41,17 @@ class TestGenerate:
         first, second = out.partition("k = 2")[2].split("k = 2")
         assert first.split() == second.split() != []
 
+    def test_an_exit_rule_says_how_many_loops_a_token_took(
+        self, cli: Command, tiny_run: Path
+    ) -> None:
+        """Three for the prompt's token, one for each of the other four; such models are warned
+        about."""
+        argv = ["--num-loops", "3", "--max-new-tokens", "5", "--exit-rule", "latent_diff"]
+        code, _, err = cli("generate", tiny_run, "The ship", *argv, "--exit-threshold", "1e9")
+        assert code == 0
+        assert "5 new at 1.40 loops per token" in err
+        assert "warning: the loops of this model depend on how many" in err
+
     @pytest.mark.parametrize(
         ("loops", "exit_code", "message"),
         [
@@ -69,6 +80,11 @@ class TestGenerate:
             (["--max-new-tokens", "500"], 1, "the model's context is 48"),
             (["--num-loops", "1,2"], 2, "several loop counts go with --compare"),
             (["--num-loop", "1"], 2, "Did you mean '--num-loops'?"),
+            (["--exit-rule", "latent"], 1, "unknown stopping rule 'latent'"),
+            (["--exit-rule", "q_exit"], 1, "q_exit needs a threshold"),
+            (["--exit-rule", "cdf"], 1, "cdf reads an exit gate, and this model has none"),
+            (["--exit-rule", "kl", "--exit-threshold", "0"], 1, "kl takes a positive number"),
+            (["--exit-threshold", "1"], 2, "--exit-threshold goes with --exit-rule"),
             (["--cache-policy", "none"], 2, "unknown cache policy 'none'"),
         ],
     )
