@@ -32,7 +32,58 @@ WITHOUT_EFFECT = (
 )
 """Keys of published configs that do not change the function computed by the weights: names of
 classes and versions, storage dtype, initial values, ids of special tokens (read with the
-tokenizer)."""
+tokenizer). A family may read them all the same."""
+LIBRARY_DEFAULTS = (
+    "add_cross_attention",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "is_decoder",
+    "is_encoder_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "prefix",
+    "problem_type",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tie_encoder_decoder",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torchscript",
+    "typical_p",
+    "use_bfloat16",
+)
+"""Keys that transformers 4 and 5 write into every config that is dumped whole: outputs of a call,
+defaults of its text generation (read with the generation config), labels of other tasks. A decoder
+of the families here reads none of them."""
 
 MOST_LAYERS = 10_000
 """Far beyond any published model; a config with more is damaged or hostile."""
@@ -41,13 +92,15 @@ MOST_LAYERS = 10_000
 class SourceConfig:
     """A dictionary of plain JSON values; every key must be read, and reading is by name.
 
+    WITHOUT_EFFECT and LIBRARY_DEFAULTS count as read.
+
     Args: values: the dictionary; where: dotted prefix of its keys in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self._values = values
         self._where = where
-        self._read: set[str] = set()
+        self._read = {*WITHOUT_EFFECT, *LIBRARY_DEFAULTS}
         self._sections: list[SourceConfig] = []
 
     def __contains__(self, key: str) -> bool:
@@ -128,7 +181,7 @@ class SourceConfig:
         )
 
     def ignore(self, *keys: str) -> None:
-        """Mark keys without effect on the function as read."""
+        """Mark further keys without effect on the function as read."""
         self._read.update(keys)
 
     def section(self, key: str) -> SourceConfig | None:

@@ -15,6 +15,13 @@ def test_every_key_is_counted_once_read():
         source.check_all_read()
 
 
+def test_keys_of_the_library_have_no_effect():
+    assert (
+        SourceConfig({"torch_dtype": "bfloat16", "return_dict": True, "id2label": {}}).unused()
+        == []
+    )
+
+
 def test_an_unopened_section_is_unread_as_a_whole():
     assert SourceConfig({"b": {"c": 2}}).unused() == ["b"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from depthdial.config import ModelConfig
-from depthdial.convert.source_config import WITHOUT_EFFECT, SourceConfig
+from depthdial.convert.source_config import SourceConfig
 from depthdial.convert.tensor_rules import Buffer, Copy, Rename, TensorRule
 
 ROPE_DEFAULT = "default"
@@ -94,7 +94,6 @@ def read_decoder(
 
     The split puts all layers into the core: a plain model is a core that runs once.
     """
-    source.ignore(*WITHOUT_EFFECT)
     # Dropout acts in training only.
     source.ignore("attention_dropout", "hidden_dropout", "resid_pdrop")
     source.expect("hidden_act", "silu", default="silu")

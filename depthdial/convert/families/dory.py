@@ -12,7 +12,7 @@ from typing import Any
 from depthdial.config import ModelConfig
 from depthdial.convert.families.decoder_layers import sublayer_name
 from depthdial.convert.family import Family
-from depthdial.convert.source_config import WITHOUT_EFFECT, SourceConfig
+from depthdial.convert.source_config import SourceConfig
 from depthdial.convert.tensor_rules import Rename, TensorRule
 
 PATTERN_LETTERS = {"S": "S", "*": "A", "-": "F"}
@@ -27,7 +27,6 @@ FEED_FORWARD, SLIDING = "F", "S"
 
 def read(source: SourceConfig) -> ModelConfig:
     """Either format; the same fields for the same model."""
-    source.ignore(*WITHOUT_EFFECT)
     source.ignore("attention_dropout")
     source.expect("quantization_config", None)
     source.expect("attention_bias", False, default=False)

@@ -25,8 +25,6 @@ GATE_ATTENTION, GATE_MLP, SCALE_ATTENTION, SCALE_MLP = range(4)
 
 def read(source: SourceConfig) -> ModelConfig:
     """The longest path is trained at every step, shorter ones at random."""
-    source.ignore("architectures", "auto_map", "model_type", "torch_dtype", "dtype")
-    source.ignore("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
     # Dropout acts in training only.
     source.ignore("dropout")
     d_model, num_heads = source.count("n_embd"), source.count("n_head")

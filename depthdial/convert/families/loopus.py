@@ -28,9 +28,7 @@ CHANNELS_PER_RANK = 16
 
 def read(source: SourceConfig) -> ModelConfig:
     """Supervised steps are drawn from all N, so N is the trained depth."""
-    source.ignore("architectures", "auto_map", "model_type", "base_model_name_or_path")
-    source.ignore("dtype", "torch_dtype", "transformers_version", "use_cache")
-    source.ignore("bos_token_id", "eos_token_id", "pad_token_id")
+    source.ignore("base_model_name_or_path")
     # When to stop is a choice of each request here.
     source.ignore("halting_strategy", "q_threshold", "q_eval_interval", "convergence_epsilon")
     source.expect("lma_window", 0, None)

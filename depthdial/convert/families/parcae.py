@@ -59,9 +59,8 @@ MUST_BE = {
 
 def read(source: SourceConfig) -> ModelConfig:
     """The noise that a loop starts from is that of Huginn, without its embedding scale."""
-    source.ignore("_class_name", "model_class_name", "architectures", "auto_map", "model_type")
-    source.ignore("name", "hf_config", "attn_impl", "torch_dtype", "dtype", "transformers_version")
-    source.ignore("bos_token_id", "eos_token_id", "pad_token_id", *ONLY_IN_TRAINING)
+    source.ignore("_class_name", "model_class_name", "name", "hf_config", "attn_impl")
+    source.ignore(*ONLY_IN_TRAINING)
     for key, allowed in MUST_BE.items():
         source.expect(key, *allowed, default=allowed[0])
     d_model, num_heads = source.count("n_embd"), source.count("num_attention_heads")

@@ -37,9 +37,7 @@ def read_raven(source: SourceConfig) -> dict[str, Any]:
 
     A loop starts from truncated normal noise, scaled like the embeddings.
     """
-    source.ignore("architectures", "auto_map", "model_type", "torch_dtype", "dtype")
-    source.ignore("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id")
-    source.ignore("_name_or_path", "use_cache", "architecture_class_name", *ONLY_IN_TRAINING)
+    source.ignore("architecture_class_name", *ONLY_IN_TRAINING)
     source.expect("bias", False, default=False)
     source.expect("norm_class_name", "RMSNorm_llama", "RMSNorm", default="RMSNorm_llama")
     source.expect("mlp_class_name", "GatedMLP", default="GatedMLP")
