@@ -1,15 +1,14 @@
 """Rules between the fields of a model's config; each raises ValueError with what to do.
 
-Fields and their meaning are in `config_model.py`.
+Fields and their meaning are in `config_model.py`, which calls these: the configs arrive untyped,
+because this file is below theirs.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from depthdial.config_model import LoopConfig, ModelConfig
+from typing import Any
 
 ATTENTION = "A"
 SLIDING = "S"
@@ -42,14 +41,17 @@ PUBLISHED_POLICY = re.compile(
 def check_cache_policy(name: str) -> str:
     """The name itself. Raises: ValueError for an unknown one."""
     if name not in CACHE_POLICIES and not PUBLISHED_POLICY.fullmatch(name):
+        close = difflib.get_close_matches(name, CACHE_POLICIES, n=1, cutoff=0.5)
         raise ValueError(
-            f"unknown cache policy '{name}'. Known: {', '.join(CACHE_POLICIES)}, and the rules of "
-            "published models, such as huginn:latest-m4, huginn:compress-s8, parcae:compress-s2."
+            f"unknown cache policy '{name}'."
+            + (f" Did you mean '{close[0]}'?" if close else "")
+            + f" Known: {', '.join(CACHE_POLICIES)}, and the rules of published models, such as "
+            "huginn:latest-m4, huginn:compress-s8, parcae:compress-s2."
         )
     return name
 
 
-def check_loop(loop: LoopConfig) -> None:
+def check_loop(loop: Any) -> None:
     """Every option of the loop has an effect, and what it needs."""
     only_with = (
         ("delta_init", 0.05, "update", "delta"),
@@ -79,7 +81,7 @@ def check_loop(loop: LoopConfig) -> None:
         )
 
 
-def check_sublayers(config: ModelConfig) -> None:
+def check_sublayers(config: Any) -> None:
     """Known letters, and a split that they fill."""
     unknown = sorted(set(config.layout) - set(SUBLAYER_LETTERS))
     if unknown:
@@ -97,7 +99,31 @@ def check_sublayers(config: ModelConfig) -> None:
         raise ValueError("the layout letter S goes with `sliding`, and needs it.")
 
 
-def check_attention(config: ModelConfig) -> None:
+def check_segments(config: Any) -> None:
+    """Segments fill the core, and nothing acts between the loops of the whole core."""
+    if not config.segments:
+        return
+    if len(config.segments) < 2 or sum(config.segments) != config.split[1]:
+        raise ValueError(
+            f"segments={list(config.segments)} must be at least two counts of sublayers that add "
+            f"up to the core's {config.split[1]}; leave it empty where the core loops as a whole."
+        )
+    for name, given, allowed in (
+        ("loop.update", config.loop.update, "replace"),
+        ("loop.injection", config.loop.injection, "none"),
+        ("exit_gate", config.exit_gate, "none"),
+        ("modulation", config.modulation, None),
+    ):
+        if given != allowed:
+            raise ValueError(
+                f"{name}={given!r} acts after each loop of the core, and with segments the core "
+                f"never loops as a whole; set it to {allowed!r}, or leave segments empty."
+            )
+    if config.final_norm == "loop":
+        raise ValueError("final_norm='loop' goes with a core that loops as a whole, not segments.")
+
+
+def check_attention(config: Any) -> None:
     """Heads, rotation and value embeddings fit each other."""
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
@@ -134,7 +160,7 @@ def check_attention(config: ModelConfig) -> None:
         )
 
 
-def check_model_options(config: ModelConfig) -> None:
+def check_model_options(config: Any) -> None:
     """Options that need or exclude each other."""
     if config.num_loops > config.max_loops:
         raise ValueError(
