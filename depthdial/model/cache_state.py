@@ -1,7 +1,7 @@
 """What a loop cache holds, and what is done to all of it at once.
 
-Selecting rows, dropping tokens, keeping one entry of several, filling in missing ones. Which
-slots read and write it is decided in `loop_cache.py`.
+Selecting rows, keeping one entry of several, filling in missing ones. Which slots
+read and write it is decided in `loop_cache.py`.
 Letters: B rows, S positions (capacity + 1, the last a bin for padding), G groups of loops.
 """
 
@@ -30,7 +30,7 @@ class CacheState:
         lengths_B: tokens per row.
         row_loops_B: loop count of each row's newest call, on the CPU.
         has_GBS: whether a token has an entry in a group of loops; groups are added when a loop
-            first writes them.
+            first writes them. Meaningless behind a row's last token.
         prompt_ended: `end_prompt` has reduced the prompt to one entry per token.
         document_ids_BS: of all tokens; None without documents.
         buffers: by block, attention layer of the block, and group.
@@ -105,11 +105,6 @@ class CacheState:
         """Groups, counted from 0, in which every token of the row has an entry, [B]."""
         complete_GB = (self.has_GBS | ~self.tokens()).all(dim=2)
         return complete_GB.long().cumprod(dim=0).sum(dim=0)
-
-    def crop(self, lengths_B: Tensor) -> None:
-        """Forget the tokens behind the new lengths."""
-        self.lengths_B = lengths_B
-        self.has_GBS = self.has_GBS & self.tokens()
 
     def keep_one(self, kept: Kept) -> None:
         """Reduce the loops' entries of each token to one: of its last or first loop, or the mean.

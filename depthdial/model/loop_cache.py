@@ -267,7 +267,7 @@ class LoopCache:
                 self.policy, batch_size=self.batch_size, capacity=self.capacity, device=device
             )
         else:
-            self._state.crop(lengths_B)
+            self._state.lengths_B = lengths_B
 
     def snapshot(self) -> CacheState:
         """A copy of everything stored, for `restore`; as large as the cache."""
@@ -370,8 +370,11 @@ class LoopCache:
 
 
 def _kept_slot(kept: Kept, buffer: KVBuffer, place: WritePlace, loop_idx: int) -> KVSlot:
-    """The slot of one loop where one entry per token stays."""
-    if kept == "last" or (kept != "stash" and loop_idx == 0):
+    """The slot of one loop where one entry per token stays.
+
+    Under `stash` the extra pass overwrites what the first loop writes.
+    """
+    if kept == "last" or loop_idx == 0:
         return CachedSlot(buffer, place)
     if kept == "shared":
         return ReadOnlySlot(buffer, place)
