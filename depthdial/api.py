@@ -38,8 +38,8 @@ class Completion:
     Fields:
         text: without the prompt, without the stop text.
         num_loops: passes of the core for every token; the most where an exit rule ends them.
-        finish_reason: `stop` (end-of-text token or stop text) or `length`.
-        prompt_tokens: tokens read, the end-of-text token that opens the prompt among them.
+        finish_reason: `stop` (a stop token of the model, or a stop text) or `length`.
+        prompt_tokens: tokens read, those that open the prompt among them.
         completion_tokens: tokens generated, those of the stop text among them.
         mean_loops: passes per generated token; None without an exit rule.
     """
@@ -82,9 +82,9 @@ class Model:
     ) -> list[Completion]:
         """Continue every prompt as the beginning of a document.
 
-        As in training and in sweeps, a document follows an end-of-text token: where the tokenizer
-        has one (that of pointer programs has none), it is put before every prompt and counts as
-        a token of it.
+        As in training and in sweeps, a document of a model of ours follows an end-of-text token:
+        where the tokenizer has one (that of pointer programs has none), it is put before every
+        prompt and counts as a token of it. An imported model keeps its publisher's rule.
 
         Args:
             prompts: one text or several, none empty; several run as one batch.
@@ -133,7 +133,7 @@ class Model:
             sampling=Sampling(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
             ),
-            stop_ids=() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,),
+            stop_ids=self.tokenizer.stop_ids,
             is_complete=has_stop_text if stop_texts else None,
             cache_policy=cache_policy,
             stop_rule=_stop_rule(exit_rule, exit_threshold),
@@ -145,9 +145,8 @@ class Model:
         for number, text in enumerate(texts):
             if not text:
                 raise ValueError(f"prompt {number} is empty; give at least one character.")
-        eos_id = self.tokenizer.eos_id
-        opening = [] if eos_id is None else [eos_id]
-        return [[*opening, *ids] for ids in self.tokenizer.encode_batch(texts)]
+        opening_ids = self.tokenizer.opening_ids
+        return [[*opening_ids, *ids] for ids in self.tokenizer.encode_batch(texts)]
 
 
 def load(path_or_id: str | Path, *, device: str = "cpu") -> Model:
@@ -301,7 +300,7 @@ def sweep(
         rows_per_forward=rows_per_forward,
         precision=precision,
         trained_loops=trained_loops,
-        start_id=model.tokenizer.eos_id,
+        start_id=_start_id(model.tokenizer),
     )
 
 
@@ -327,6 +326,16 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
     if not isinstance(recipe, Recipe):
         recipe = _read_recipe(recipe)
     return recipe.replace(**changes) if changes else recipe
+
+
+def _start_id(tokenizer: Tokenizer) -> int | None:
+    """The token before every document; None where the model expects none."""
+    if len(tokenizer.opening_ids) > 1:
+        raise ValueError(
+            f"this model opens texts with {len(tokenizer.opening_ids)} tokens; a sweep can measure "
+            "models that open them with one or none."
+        )
+    return tokenizer.opening_ids[0] if tokenizer.opening_ids else None
 
 
 def _stop_rule(name: str | None, threshold: float | None) -> StoppingRule | None:

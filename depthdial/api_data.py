@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def token_documents(
     data: str | Path | Sequence[str] | Sequence[Path], tokenizer: Tokenizer
 ) -> list[TokenDocument]:
-    """Documents as token ids, each closed by the end-of-text token; see `sweep` for `data`.
+    """Documents as token ids; see `sweep` for `data`.
+
+    Those of a model of ours are closed by the end-of-text token, those of an imported one are not:
+    what its publisher trained at the end of a text is not known.
 
     Documents without text are skipped, with one warning that counts them.
     Raises: ValueError if no document has text.
@@ -55,7 +58,10 @@ def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocumen
             f"{folder} was prepared with another tokenizer than this model's, so its token ids "
             "mean other text. Give the text files themselves."
         )
-    return list(shards.documents())
+    documents = list(shards.documents())
+    if tokenizer.closing_ids:
+        return documents
+    return [document._replace(tokens_T=document.tokens_T[:-1]) for document in documents]
 
 
 def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:
@@ -87,5 +93,5 @@ def _tokenised(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[
 
     ids_of_each = tokenizer.encode_batch([document.text for document in documents])
     for document, ids in zip(documents, ids_of_each, strict=True):
-        tokens_T = np.array([*ids, tokenizer.eos_id], dtype=np.int64)
+        tokens_T = np.array([*ids, *tokenizer.closing_ids], dtype=np.int64)
         yield TokenDocument(document.name, tokens_T, len(document.text.encode("utf-8")))

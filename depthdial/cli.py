@@ -4,7 +4,8 @@
     75 stopped by SIGTERM after saving   130 stopped by Ctrl-C
 
 Results go to standard output, progress and messages to standard error. The subcommands are in
-`cli_train.py`, `cli_model.py` and `cli_sweep.py`; only the chosen one's module is imported.
+`cli_train.py`, `cli_model.py`, `cli_sweep.py` and `cli_convert.py`; only the chosen one's module
+is imported.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ COMMANDS = {
     "sweep": ("cli_model", "loss and cost of a model at every loop count"),
     "generate": ("cli_model", "continue a text at one loop count, or at all of them"),
     "plan": ("cli_model", "memory, FLOPs and cache of a model before building it"),
+    "import": ("cli_convert", "turn a published checkpoint into a model folder"),
+    "export": ("cli_convert", "write a model in a published format"),
+    "inspect": ("cli_convert", "what a model is: partition, loops, parameters, cache, text"),
     "list": ("cli_model", "shipped recipes, presets and corpora"),
 }
 """Command -> (module, what it does)."""
@@ -63,7 +67,7 @@ def help_text() -> str:
     """What `depthdial --help` prints."""
     width = max(map(len, (*COMMANDS, "--version")))
     lines = [
-        f"usage: depthdial {{{','.join(COMMANDS)}}} ...",
+        "usage: depthdial COMMAND ...",
         "",
         "Elastic-depth looped language models: one set of weights, the loop count chosen",
         "per request.",

@@ -44,6 +44,16 @@ def table(
     return grid
 
 
+def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """Names and their values, one a line; long values wrap under themselves."""
+    return table(title, ("", ""), rows, left=(0, 1))
+
+
+def bullets(title: str, sentences: Sequence[str]) -> Table:
+    """A list of sentences under a title; long ones wrap under themselves."""
+    return table(title, ("", ""), [("-", sentence) for sentence in sentences], left=(0, 1))
+
+
 def signed(value: float) -> str:
     """`+0.0123`, with a true minus sign left to reports: this text is also read by scripts."""
     return f"{value:+.4f}"

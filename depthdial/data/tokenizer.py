@@ -17,6 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+OPENING_KEY = "opening_tokens"
+"""Key of tokenizer_config.json: the tokens that open every text, for a model that was trained by
+others. Without it a document opens and closes with the end-of-text token: our own convention."""
 MIN_BPE_VOCAB = 257
 """256 bytes and the end-of-text token: the smallest vocabulary that can spell any text."""
 PIECE_CHARS = 2048
@@ -25,6 +29,12 @@ PIECE_CHARS = 2048
 
 class Tokenizer:
     """One tokenizer.json with the name of its end-of-text token.
+
+    Attributes:
+        eos_token, eos_id: the end-of-text token; None where there is none.
+        stop_ids: tokens that end a generated text: `eos_id` and those of generation_config.json.
+        opening_ids: what the model expects before every text.
+        closing_ids: what follows a whole document where its loss is measured.
 
     `encode` reads text literally: a special token spelled out in a document does
     not become that token, so no document can forge the end of another.
@@ -46,6 +56,9 @@ class Tokenizer:
         self.eos_id: int | None = None
         if eos_token is not None:
             self.eos_id = self.token_id(eos_token)
+        own_convention = () if self.eos_id is None else (self.eos_id,)
+        self.stop_ids = self.opening_ids = self.closing_ids = own_convention
+        self._generation: dict[str, Any] | None = None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
@@ -59,33 +72,56 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> Tokenizer:
-        """Read tokenizer.json and, if present, the `eos_token` of tokenizer_config.json.
+        """Read tokenizer.json and what tokenizer_config.json and generation_config.json, where
+        present, say of the tokens that open and end a text.
 
-        Raises: FileNotFoundError, or ValueError if a file is damaged or names an
-        end-of-text token that the vocabulary lacks.
+        Raises: FileNotFoundError, or ValueError if a file is damaged or names a token that the
+        vocabulary lacks.
         """
         directory = Path(directory)
         config_path = directory / TOKENIZER_CONFIG_FILE
-        if not config_path.is_file():
-            return cls.from_file(directory / TOKENIZER_FILE)
+        if config_path.is_file():
+            tokenizer = cls._from_config(directory / TOKENIZER_FILE, config_path)
+        else:
+            tokenizer = cls.from_file(directory / TOKENIZER_FILE)
+        generation_path = directory / GENERATION_CONFIG_FILE
+        if generation_path.is_file():
+            tokenizer._generation = _read_config(generation_path)
+            stated = id_list(tokenizer._generation.get("eos_token_id"), str(generation_path))
+            tokenizer.stop_ids = tuple(dict.fromkeys((*tokenizer.stop_ids, *stated)))
+        return tokenizer
+
+    @classmethod
+    def _from_config(cls, path: Path, config_path: Path) -> Tokenizer:
+        """A tokenizer.json with the tokens that its tokenizer_config.json names."""
         config = _read_config(config_path)
         eos_token = config.get("eos_token")
         if isinstance(eos_token, dict):
             eos_token = eos_token.get("content")
         if not isinstance(eos_token, str | None):
             raise ValueError(f"{config_path}: eos_token is {eos_token!r}; expected a token's text.")
-        backend = _read_backend(directory / TOKENIZER_FILE)
+        backend = _read_backend(path)
         try:
             tokenizer = cls(backend, eos_token=eos_token)
         except ValueError as error:
             raise ValueError(f"{config_path}, eos_token: {error}") from None
         tokenizer._config = config
+        if OPENING_KEY in config:
+            opening = config[OPENING_KEY]
+            if not isinstance(opening, list) or not all(isinstance(x, str) for x in opening):
+                raise ValueError(f"{config_path}: {OPENING_KEY} is {opening!r}; expected a list.")
+            try:
+                tokenizer.opening_ids = tuple(map(tokenizer.token_id, opening))
+            except ValueError as error:
+                raise ValueError(f"{config_path}, {OPENING_KEY}: {error}") from None
+            tokenizer.closing_ids = ()
         return tokenizer
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json and a tokenizer_config.json that AutoTokenizer can load.
 
-        Keys of a tokenizer_config.json this tokenizer was loaded with are kept.
+        Keys of a tokenizer_config.json this tokenizer was loaded with are kept, and so is its
+        generation_config.json.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -96,6 +132,9 @@ class Tokenizer:
         (directory / TOKENIZER_FILE).write_text(self.to_json(), encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (directory / TOKENIZER_CONFIG_FILE).write_text(text, encoding="utf-8")
+        if self._generation is not None:
+            text = json.dumps(self._generation, indent=2, ensure_ascii=False) + "\n"
+            (directory / GENERATION_CONFIG_FILE).write_text(text, encoding="utf-8")
 
     def to_json(self) -> str:
         """The text of tokenizer.json."""
@@ -131,12 +170,43 @@ class Tokenizer:
                 raise ValueError(f"token id {token} is outside the {self.vocab_size} known ids.")
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    @property
+    def template_ids(self) -> tuple[int, ...]:
+        """Tokens that the file's own template puts before a text; `encode` leaves them out."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        framed = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(framed) - len(plain) + 1):
+            if framed[start : start + len(plain)] == plain:
+                return tuple(framed[:start])
+        return ()
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Spellings of the tokens that are no text, by id."""
+        added = self._backend.get_added_tokens_decoder()
+        return tuple(added[i].content for i in sorted(added) if added[i].special)
+
+    def token_of(self, token_id: int) -> str | None:
+        """Spelling of one id; None for an id without token."""
+        return self._backend.id_to_token(token_id)
+
     def token_id(self, token: str) -> int:
         """Id of one token by its exact spelling. Raises ValueError if there is none."""
         token_id = self._backend.token_to_id(token)
         if token_id is None:
             raise ValueError(f"token '{token}' is not among the {self.vocab_size} known tokens.")
         return token_id
+
+
+def id_list(value: Any, where: str) -> tuple[int, ...]:
+    """Token ids that a config states as one number, a list or null.
+
+    Raises: ValueError naming `where` for anything else.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise ValueError(f"{where} states {value!r}; a token id is a whole number of at least 0.")
+    return tuple(ids)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, allow_fewer: bool = False) -> Tokenizer:
@@ -178,7 +248,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, allow_fewer: bool = Fals
 def _read_backend(path: Path) -> Backend:
     """The `tokenizers` object in a tokenizer.json."""
     if not path.is_file():
-        raise FileNotFoundError(f"no tokenizer at {path}; expected a {TOKENIZER_FILE}")
+        raise FileNotFoundError(
+            f"no tokenizer at {path}; expected a {TOKENIZER_FILE}. A model without one works on "
+            "token ids only: `load_model` and `engine.generate`."
+        )
     text = _read_utf8(path)
     try:
         return Backend.from_str(text)

@@ -162,16 +162,18 @@ class Window(NamedTuple):
 
 
 def windows(
-    documents: Sequence[TokenDocument], *, context: int, stride: int, start_id: int
+    documents: Sequence[TokenDocument], *, context: int, stride: int, start_id: int | None
 ) -> Iterator[Window]:
     """Cut documents into rows of at most `context` inputs; every token is scored exactly once.
 
-    The first token is predicted from `start_id`. Rows overlap by context - stride tokens, which
-    are read again but not scored again.
+    The first token is predicted from `start_id`; without one it is not scored. Rows overlap by
+    context - stride tokens, which are read again but not scored again.
     """
     for document_idx, document in enumerate(documents):
-        targets_T = np.asarray(document.tokens_T, dtype=np.int64)
-        inputs_T = np.concatenate([[start_id], targets_T[:-1]])
+        tokens_T = np.asarray(document.tokens_T, dtype=np.int64)
+        if start_id is not None:
+            tokens_T = np.concatenate([[start_id], tokens_T])
+        inputs_T, targets_T = tokens_T[:-1], tokens_T[1:]
         scored, begin = 0, 0
         while scored < len(targets_T):
             end = min(begin + context, len(targets_T))
@@ -188,7 +190,7 @@ def sweep_documents(
     *,
     loops: Sequence[int],
     context: int,
-    start_id: int,
+    start_id: int | None,
     stride: int | None = None,
     rows_per_forward: int = 16,
     precision: str = "fp32",
@@ -199,12 +201,12 @@ def sweep_documents(
     Args:
         loops: loop counts >= 1; beyond max_loops is allowed.
         context: most input tokens per row.
-        start_id: the token every document is scored after, normally end-of-text.
+        start_id: the token every document is scored after; None: the first one is not scored.
         stride: new tokens per row after a document's first; None for `context` (no overlap).
         precision: `fp32` or `bf16` (autocast).
         trained_loops: loop counts that training ran; None for 1..max_loops.
 
-    Raises: ValueError for no documents, an empty document, or a stride outside 1..context.
+    Raises: ValueError for no documents, one with nothing to score, a stride outside 1..context.
     """
     loops = _check_loops(loops)
     stride = context if stride is None else stride
@@ -212,9 +214,10 @@ def sweep_documents(
         raise ValueError(f"stride={stride} must lie in 1..{context}, the context.")
     if not documents:
         raise ValueError("there are no documents to score.")
-    empty = [document.name for document in documents if len(document.tokens_T) == 0]
+    unscored = int(start_id is None)
+    empty = [document.name for document in documents if len(document.tokens_T) <= unscored]
     if empty:
-        raise ValueError(f"{len(empty)} documents are empty, first '{empty[0]}'; leave them out.")
+        raise ValueError(f"{len(empty)} documents have no token to score, first '{empty[0]}'.")
     rows = list(windows(documents, context=context, stride=stride, start_id=start_id))
     nll_KN = np.zeros((len(loops), len(documents)))
     for start in range(0, len(rows), rows_per_forward):
@@ -231,7 +234,7 @@ def sweep_documents(
         max_loops=model.config.max_loops,
         trained_loops=_trained(model, trained_loops),
         names=tuple(document.name for document in documents),
-        tokens_N=np.array([len(document.tokens_T) for document in documents]),
+        tokens_N=np.array([len(document.tokens_T) - unscored for document in documents]),
         bytes_N=np.array([document.num_bytes for document in documents]),
         nll_KN=nll_KN,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from depthdial.config import ModelConfig
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.tensor_header import read_header
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -86,7 +87,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+    """All tensors of a safetensors file, mapped: pages that are not changed cost no memory.
 
     Raises: FileNotFoundError; ValueError if the file is truncated or damaged.
     """
@@ -95,6 +96,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             f"no {path.name} in {path.parent}. Weights are read from safetensors files only; "
             "pickle files (.bin, .pt) are never opened."
         )
+    # Before the file is mapped: its statements about itself may be false.
+    read_header(path)
     try:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, ValueError) as error:

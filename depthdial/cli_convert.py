@@ -1,0 +1,133 @@
+"""Commands that open and write published checkpoints: import, export. `inspect` has its own file.
+
+What they do is in `convert/hf_io.py`; here are flags and the lines that say what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jsonargparse
+
+from depthdial.cli_inspect import inspect_parser, run_inspect
+from depthdial.cli_options import Options, new_parser
+from depthdial.cli_tables import bullets, facts, remark, result_console, short_count, size
+
+if TYPE_CHECKING:
+    from depthdial.convert.hf_io import ImportReport
+
+GGUF_DTYPES = ("fp32", "bf16")
+
+
+def import_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `import`."""
+    parser = new_parser(
+        "import",
+        usage="SRC DST [--family NAME] [--dtype fp32|bf16] [...]",
+        description="Turn a published checkpoint into a model folder that every command opens.\n"
+        "The source is only read; every tensor and config key is accounted for, or\n"
+        "nothing is written.\n\n"
+        "  depthdial import checkpoints/ouro-1.4b models/ouro\n"
+        "  depthdial import SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2 --dtype bf16",
+    )
+    parser.add_argument("source", metavar="SRC", help="folder, .gguf file, or hub id org/name")
+    parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
+    parser.add_argument("--family", metavar="NAME", help="the source's family (recognised)")
+    parser.add_argument(
+        "--dtype",
+        choices=GGUF_DTYPES,
+        help="numbers of a GGUF file's weights (fp32); other checkpoints keep theirs",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a model folder that is there"
+    )
+    return parser
+
+
+def run_import(options: Options) -> int:
+    """Import one checkpoint and say what a user should know of it."""
+    import torch
+
+    from depthdial.convert.hf_io import import_checkpoint
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
+    report = import_checkpoint(
+        options.source,
+        options.destination,
+        family=options.family,
+        overwrite=options.overwrite,
+        dtype=dtypes[options.dtype],
+    )
+    _print_import(report)
+    return 0
+
+
+def export_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `export`."""
+    parser = new_parser(
+        "export",
+        usage="DIR --as FAMILY DST [--overwrite]",
+        description="Write a model in a published format. A model that was imported from it gets\n"
+        "its own config, files and tokenizer back.\n\n"
+        "  depthdial export models/ouro --as ouro exports/ouro",
+    )
+    parser.add_argument("model", metavar="DIR", help="run, checkpoint or model folder")
+    parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
+    parser.add_argument(
+        "--as", dest="family", metavar="FAMILY", required=True, help="published format"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a model folder that is there"
+    )
+    return parser
+
+
+def run_export(options: Options) -> int:
+    """Export one model."""
+    from depthdial.api_paths import model_folder
+    from depthdial.convert.hf_io import export_checkpoint
+
+    report = export_checkpoint(
+        model_folder(options.model),
+        options.destination,
+        family=options.family,
+        overwrite=options.overwrite,
+    )
+    console = result_console()
+    console.print(f"{report.folder}: {report.num_tensors} tensors, {size(report.num_bytes)}")
+    console.print(f"format {report.family}, files: {', '.join(report.files)}")
+    if report.as_it_came:
+        remark("config, tensor names and tokenizer are those of the imported checkpoint.")
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
+    "import": (import_parser, run_import),
+    "export": (export_parser, run_export),
+    "inspect": (inspect_parser, run_inspect),
+}
+
+
+def _print_import(report: ImportReport) -> None:
+    config, tokens = report.config, report.tokens
+    loops = f"{config.num_loops} by default, 1 to {config.max_loops} trained"
+    stops = ", ".join(map(str, tokens.stop_ids)) or "none"
+    console = result_console()
+    console.print(
+        facts(
+            f"{report.folder}: imported from {report.family}",
+            (
+                ("parameters", f"{short_count(report.num_parameters)} ({size(report.num_bytes)})"),
+                ("tensors", f"{report.num_source_tensors} read, all accounted for"),
+                ("loops", loops if config.max_loops > 1 else "1: a dense model"),
+                ("text", "tokenizer carried over" if tokens.has_tokenizer else "token ids only"),
+                ("stop ids", stops),
+                ("chat template", tokens.template_in or "none"),
+            ),
+        )
+    )
+    for title, sentences in (("Warnings", report.warnings), ("Notes", report.notes)):
+        if sentences:
+            console.print("", bullets(title, sentences))
+    remark(f"Look at it: depthdial inspect {report.folder}")

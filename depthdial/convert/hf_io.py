@@ -1,0 +1,296 @@
+"""Published checkpoint folders in and out: `import_checkpoint`, `export_checkpoint`.
+
+Every tensor and every config key is accounted for, or nothing is written. Tensors pass one at a
+time, so memory does not grow with the model. What families mean is in `hf_maps.py`, files of
+tensors are in `tensor_files.py`, GGUF files in `gguf_io.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from depthdial.config import ModelConfig
+from depthdial.convert.gguf_io import GgufFile
+from depthdial.convert.hf_maps import Buffer, Get, TensorRule, family_named, rules_to_export
+from depthdial.convert.hub import local_source
+from depthdial.convert.model_card import CARD_FILE, loading_code, write_card
+from depthdial.convert.new_folder import new_folder
+from depthdial.convert.origin import ORIGIN_TENSORS_FILE, Origin, hash_files
+from depthdial.convert.source_folder import OpenedSource, open_source, text_folder
+from depthdial.convert.tensor_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TensorFiles,
+    TensorSpec,
+    TensorWriter,
+    total_bytes,
+    write_index,
+)
+from depthdial.convert.text_files import dump_json
+from depthdial.convert.tokens import (
+    CARRIED_FILES,
+    TokenReport,
+    export_tokens,
+    import_tokens,
+)
+from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from depthdial.model.count import count_parameters
+
+LICENCE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What an import wrote, and what a user should know of it.
+
+    Fields:
+        folder: the model folder; family: of the source.
+        config: of the model. tokens: what was found about text.
+        num_source_tensors, num_parameters, num_bytes: tensors read; ours, unique; their size.
+        limits: what this runtime does differently from the published one.
+    """
+
+    folder: Path
+    family: str
+    config: ModelConfig
+    tokens: TokenReport
+    num_source_tensors: int
+    num_parameters: int
+    num_bytes: int
+    limits: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that are no warnings."""
+        return (*self.tokens.notes, *self.limits)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Contradictions in the source that a user should look at."""
+        return self.tokens.warnings
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    Fields:
+        folder, family: as asked. files: names in the folder.
+        num_tensors, num_bytes: tensors written, and their size.
+        as_it_came: the config is the one that an earlier import read.
+    """
+
+    folder: Path
+    family: str
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    as_it_came: bool
+
+
+def import_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    family: str | None = None,
+    overwrite: bool = False,
+    dtype: torch.dtype | None = None,
+) -> ImportReport:
+    """Turn a published checkpoint into a model folder of ours.
+
+    The source is only read. Numbers keep their format. The folder appears when it is complete.
+
+    Args:
+        source: folder with config.json and safetensors, .gguf file, or hub id `org/name`.
+        family: name of the source's family; None to recognise it.
+        overwrite: replace a model folder at `destination`.
+        dtype: of the weights of a GGUF file; None for float32.
+
+    Raises: as `open_source`; ValueError for weights that are no numbers, contradicting tokens, or
+        a destination that is taken.
+    """
+    destination = Path(destination)
+    path = local_source(source)
+    opened = open_source(path, family=family, dtype=dtype)
+    config, files = opened.config, opened.files
+    is_gguf = isinstance(files, GgufFile)
+    with new_folder(destination, overwrite=overwrite, apart_from=opened.folder) as folder:
+        tokens = _import_text(opened, folder)
+        kept = _write_ours(opened, folder)
+        (folder / CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")
+        copy_licences(opened.folder, folder)
+        Origin(
+            family=opened.family.name,
+            source=path.resolve().name if path == Path(source) else str(source),
+            config=opened.values,
+            tensors={} if is_gguf else dict(files.file_of),
+            kept_tensors=kept,
+            changed_files=dict(tokens.changed_files),
+            sha256=hash_files(opened.folder / name for name in _files_read(opened)),
+        ).save(folder)
+    return ImportReport(
+        folder=destination,
+        family=opened.family.name,
+        config=config,
+        tokens=tokens,
+        num_source_tensors=len(files.entries),
+        num_parameters=count_parameters(config).total,
+        num_bytes=total_bytes(opened.specs.values()),
+        limits=tuple(opened.family.limits(config)),
+    )
+
+
+def export_checkpoint(
+    folder: str | Path, destination: str | Path, *, family: str, overwrite: bool = False
+) -> ExportReport:
+    """Write a model folder of ours in a published format.
+
+    A model that was imported from this family gets its own config, files and tokenizer back.
+
+    Raises: FileNotFoundError; ValueError if the format cannot say what the model is, a tensor has
+        no place in it, or the destination is taken.
+    """
+    folder, destination = Path(folder), Path(destination)
+    known = family_named(family)
+    config = read_config(folder)
+    origin = Origin.load(folder)
+    own = origin if origin is not None and origin.family == family and origin.tensors else None
+    values = known.write(config, None if origin is None else origin.config)
+    as_it_came = own is not None and values == own.config
+    stored = TensorFiles(folder, only=WEIGHTS_FILE)
+    rules = rules_to_export(
+        known.rules(config, values), own.tensors if own is not None and as_it_came else None
+    )
+    _check_all_exported(rules, stored.entries, family)
+    with new_folder(destination, overwrite=overwrite, apart_from=folder) as place:
+        specs = _write_source(rules, stored, place, own if as_it_came else None, folder)
+        (place / CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
+        export_tokens(folder, place, changed_files=None if origin is None else origin.changed_files)
+        copy_licences(folder, place)
+        write_card(
+            place / CARD_FILE,
+            folder=folder,
+            config=config,
+            format_name=family,
+            loading=loading_code(family, destination.name),
+            limits=known.limits(config),
+            origin=origin,
+        )
+        names = tuple(sorted(path.name for path in place.iterdir()))
+    return ExportReport(
+        folder=destination,
+        family=family,
+        files=names,
+        num_tensors=len(specs),
+        num_bytes=total_bytes(specs.values()),
+        as_it_came=as_it_came,
+    )
+
+
+def _import_text(opened: OpenedSource, folder: Path) -> TokenReport:
+    """Tokenizer files and what they say."""
+    with text_folder(opened) as (source, notes):
+        report = import_tokens(
+            source, folder, config=opened.values, vocab_size=opened.config.vocab_size
+        )
+    return replace(report, notes=notes or report.notes)
+
+
+def _files_read(opened: OpenedSource) -> list[str]:
+    """Names of the source's files that an import reads."""
+    if isinstance(opened.files, GgufFile):
+        return opened.files.file_names
+    names = [CONFIG_FILE, *opened.files.file_names]
+    names += [INDEX_FILE] if opened.files.has_index else []
+    return names + [name for name in CARRIED_FILES if (opened.folder / name).is_file()]
+
+
+def copy_licences(source: Path, destination: Path) -> None:
+    """Copy licence texts: who passes weights on must pass them on too."""
+    for pattern in LICENCE_PATTERNS:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, destination / path.name)
+
+
+def _write_ours(opened: OpenedSource, folder: Path) -> tuple[str, ...]:
+    """Write model.safetensors, and origin.safetensors for buffers that cannot be made again.
+
+    Returns: names in origin.safetensors.
+    """
+    get = opened.files.get
+    kept: dict[str, Tensor] = {}
+    with TensorWriter(folder / WEIGHTS_FILE, opened.specs) as writer:
+        for rule in opened.rules:
+            for name, tensor in rule.to_ours(get).items():
+                writer.write(name, tensor)
+            if isinstance(rule, Buffer):
+                [name] = rule.source_names
+                stored = get(name)
+                if not rule.reproduces(stored):
+                    kept[name] = stored
+    if kept:
+        _write_whole(folder / ORIGIN_TENSORS_FILE, kept)
+    return tuple(kept)
+
+
+def _write_whole(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with TensorWriter(path, {name: TensorSpec.of(t) for name, t in tensors.items()}) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+
+
+def _check_all_exported(rules: Sequence[TensorRule], ours: Iterable[str], family: str) -> None:
+    placed = {name for rule in rules for name in rule.our_names}
+    left = sorted(set(ours) - placed)
+    if left:
+        raise ValueError(
+            f"{len(left)} tensors of this model have no place in the format '{family}': "
+            f"{', '.join(left[:5])}. Export it in another format."
+        )
+
+
+def _write_source(
+    rules: Sequence[TensorRule],
+    stored: TensorFiles,
+    place: Path,
+    origin: Origin | None,
+    folder: Path,
+) -> dict[str, TensorSpec]:
+    """Write the source's tensors, in the files of the origin if there is one."""
+    kept = TensorFiles(folder, only=ORIGIN_TENSORS_FILE) if origin and origin.kept_tensors else None
+
+    def tensors_of(rule: TensorRule, get: Get) -> dict[str, Tensor]:
+        if kept is not None and kept.entries.keys() >= set(rule.source_names):
+            return {name: kept.get(name) for name in rule.source_names}
+        return rule.to_source(get)
+
+    specs = {
+        name: TensorSpec.of(tensor)
+        for rule in rules
+        for name, tensor in tensors_of(rule, stored.shape_only).items()
+    }
+    file_of = dict.fromkeys(specs, SINGLE_FILE) if origin is None else origin.tensors
+    with ExitStack() as stack:
+        writers = {
+            file_name: stack.enter_context(
+                TensorWriter(
+                    place / file_name,
+                    {name: spec for name, spec in specs.items() if file_of[name] == file_name},
+                )
+            )
+            for file_name in set(file_of.values())
+        }
+        for rule in rules:
+            for name, tensor in tensors_of(rule, stored.get).items():
+                writers[file_of[name]].write(name, tensor)
+    if set(file_of.values()) != {SINGLE_FILE}:
+        write_index(place, file_of, total_bytes(specs.values()))
+    return specs

@@ -1,0 +1,76 @@
+"""What a model folder remembers of the checkpoint it was imported from: origin.json.
+
+With it an export gives back what came in: the config's own keys in their order, the names and
+files of the tensors, copies and buffers that ours do not store. `origin.safetensors` holds the few
+tensors that cannot be computed again to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from depthdial.convert.text_files import dump_json, read_json_object
+
+ORIGIN_FILE = "origin.json"
+ORIGIN_TENSORS_FILE = "origin.safetensors"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of an imported model.
+
+    Fields:
+        family: its family. source: name of its folder, file or hub id.
+        config: its config.json, keys in their order.
+        tensors: tensor -> file; empty for a source that is not written again (GGUF).
+        kept_tensors: those of them that are in origin.safetensors.
+        changed_files: tokenizer files that the import changed -> their content; null for none.
+        sha256: file -> hash of every file that was read.
+    """
+
+    family: str
+    source: str
+    config: dict[str, Any]
+    tensors: dict[str, str]
+    kept_tensors: tuple[str, ...]
+    changed_files: dict[str, dict[str, Any] | None]
+    sha256: dict[str, str]
+
+    def save(self, folder: Path) -> None:
+        """Write origin.json."""
+        text = dump_json({"format_version": FORMAT_VERSION, **asdict(self)})
+        (folder / ORIGIN_FILE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Origin | None:
+        """The origin of a model folder; None for a model of our own.
+
+        Raises: ValueError for a damaged file, or one that a later version wrote.
+        """
+        path = folder / ORIGIN_FILE
+        if not path.is_file():
+            return None
+        values = read_json_object(path)
+        version = values.pop("format_version", None)
+        wanted = {field.name for field in fields(cls)}
+        if version != FORMAT_VERSION or set(values) != wanted:
+            raise ValueError(
+                f"{path} has format_version {version} and the keys {sorted(values)}; this version "
+                f"reads {FORMAT_VERSION} with {sorted(wanted)}. Import the checkpoint again."
+            )
+        values["kept_tensors"] = tuple(values["kept_tensors"])
+        return cls(**values)
+
+
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """Name -> SHA-256 of files of one folder."""
+    hashes = {}
+    for path in paths:
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
