@@ -15,6 +15,7 @@ from depthdial.config_checks import (
     check_cache_policy,
     check_loop,
     check_model_options,
+    check_segments,
     check_sublayers,
 )
 
@@ -208,6 +209,9 @@ class ModelConfig(StrictConfig):
     feed-forward; repeated to fill the split."""
     split: tuple[Annotated[int, Field(ge=0)], PositiveInt, Annotated[int, Field(ge=0)]]
     """Sublayers in prelude, core and coda."""
+    segments: tuple[PositiveInt, ...] = ()
+    """Sublayers of the runs that the core is cut into, each looped before the next; empty where
+    the core loops as a whole."""
     num_heads: PositiveInt
     """Query heads."""
     num_kv_heads: PositiveInt
@@ -283,6 +287,7 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_sublayers(self)
+        check_segments(self)
         check_attention(self)
         check_model_options(self)
         return self

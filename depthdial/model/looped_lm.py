@@ -7,7 +7,7 @@ Letters: B batch, T query tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -38,7 +38,13 @@ from depthdial.model.modulation import (
     check_step_sizes,
     make_conditioning,
 )
-from depthdial.model.schedule import ActiveRows, NumLoops, check_num_loops
+from depthdial.model.schedule import (
+    ActiveRows,
+    NumLoops,
+    Segment,
+    check_num_loops,
+    core_segments,
+)
 from depthdial.model.sublayer import Stack, num_slots
 from depthdial.model.update import Injection, StateUpdate, initial_state
 from depthdial.model.visit_deltas import VisitDeltas
@@ -113,6 +119,7 @@ class LoopedLM(nn.Module):
             "core": num_slots(config.core_layout),
             "coda": num_slots(config.coda_layout),
         }
+        self.segments = core_segments(config)
         below_core = self.num_slots["prelude"]
         below_coda = below_core + self.num_slots["core"]
         self.embedding = nn.Embedding(vocab_size, d_model)
@@ -312,8 +319,12 @@ class LoopedLM(nn.Module):
         slots: tuple[KVSlot, ...],
         carry: LoopCarry,
         ctx: ForwardContext,
+        places: range | None = None,
     ) -> tuple[Tensor, LoopCarry]:
-        """One pass of the core and the state update; it knows neither loop index nor count."""
+        """One pass of the core and the state update; it knows neither loop index nor count.
+
+        Args: places: sublayers of a segment, whose slots are given; None for the whole core.
+        """
         slots = slots_from_carry(carry, slots, config=self.config)
         injected_BTD = self.injection(state_BTD, h_in_BTD)
         if self.config.loop.unit_norm:
@@ -321,7 +332,9 @@ class LoopedLM(nn.Module):
         entered_BTD = injected_BTD
         if mod.entry is not None:
             entered_BTD = enter(injected_BTD, h_in_BTD, mod.entry, eps=self.config.norm_eps)
-        candidate_BTD = self.core_stack(entered_BTD, mods=mod.sublayers, slots=slots, ctx=ctx)
+        candidate_BTD = self.core_stack(
+            entered_BTD, mods=mod.sublayers, slots=slots, ctx=ctx, places=places
+        )
         if self.config.final_norm == "loop" and self.final_norm is not None:
             candidate_BTD = self.final_norm(candidate_BTD)
         if self.config.loop.unit_norm:
@@ -382,13 +395,44 @@ class LoopedLM(nn.Module):
 
         Rows of a mixed batch run deepest first, and rows that are done are narrowed off together
         with their context, conditioning and prelude output. `send(keep)`, a bool per row of the
-        yielded state, narrows off rows that stop early.
+        yielded state, narrows off rows that stop early. Of several segments, the last one's
+        passes are seen; a row cannot stop between them.
 
-        Raises: ValueError for step sizes without effect or of another number than the loops.
+        Raises: ValueError for step sizes without effect or of another number than the loops, and
+            for what several segments cannot do.
         """
+        steps = self._steps(step_sizes, num_loops, begun.h_in_BTD.shape[0])
+        *earlier, last = self.segments
+        if earlier and bool((torch.as_tensor(no_grad_loops) > 0).any()):
+            raise ValueError(
+                "no_grad_loops would cut off the gradient of every segment but the last; a model "
+                "whose core has segments is trained through all its loops."
+            )
+        for segment in earlier:
+            passes = self._passes(begun, segment, num_loops=num_loops, steps=steps)
+            begun = begun._replace(initial_state_BTD=last_states(passes))
+        yield from self._passes(
+            begun,
+            last,
+            num_loops=num_loops,
+            steps=steps,
+            no_grad_loops=no_grad_loops,
+            on_loop=on_loop,
+        )
+
+    def _passes(
+        self,
+        begun: Begun,
+        segment: Segment,
+        *,
+        num_loops: NumLoops,
+        steps: Tensor | None,
+        no_grad_loops: int | Tensor = 0,
+        on_loop: LoopObserver | None = None,
+    ) -> Generator[LoopPass, Tensor | None, None]:
+        """The passes of one segment; see `iterate`."""
         state_BTD, h_in_BTD, ctx = begun.initial_state_BTD, begun.h_in_BTD, begun.ctx
         batch_size = h_in_BTD.shape[0]
-        steps = self._steps(step_sizes, num_loops, batch_size)
         carry = first_carry(self.config, is_cached=begun.binding.cache is not None)
         active, loop_idx = ActiveRows(num_loops, batch_size), 0
         if active.rows is not None:
@@ -398,14 +442,16 @@ class LoopedLM(nn.Module):
             rows = active.rows
             row_steps = steps if steps is None or len(steps) == 1 or rows is None else steps[rows]
             without_grad = loops_without_grad(no_grad_loops, rows) > loop_idx
+            slots = begun.binding.slots("core", loop_idx=loop_idx, rows=rows)
             with torch.no_grad() if bool(without_grad.all()) else nullcontext():
                 state_BTD, carry = self.loop(
                     state_BTD,
                     h_in_BTD,
                     mod=self.loop_modulation(loop_idx, active.num_loops, row_steps),
-                    slots=begun.binding.slots("core", loop_idx=loop_idx, rows=rows),
+                    slots=slots[segment.mixers.start : segment.mixers.stop],
                     carry=carry,
                     ctx=ctx,
+                    places=segment.sublayers,
                 )
             if bool(without_grad.any()):
                 state_BTD = detach_rows(state_BTD, without_grad)
@@ -413,6 +459,11 @@ class LoopedLM(nn.Module):
                 replacement_BTD = on_loop(loop_idx, state_BTD, rows)
                 state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
             keep = yield LoopPass(loop_idx, state_BTD, rows, active.num_leaving(loop_idx))
+            if keep is not None and len(self.segments) > 1:
+                raise ValueError(
+                    "a row cannot stop between the loops of a core in segments: earlier segments "
+                    "have run all of theirs. Choose the number of loops beforehand."
+                )
             places = active.after(loop_idx, keep)
             if places is not None:
                 places = places.to(h_in_BTD.device)
@@ -430,21 +481,15 @@ class LoopedLM(nn.Module):
         on_loop: LoopObserver | None = None,
     ) -> Tensor:
         """The state of every row after its own last pass, rows in the order given."""
-        leaving_parts, order = [], None
-        for done in self.iterate(
-            begun,
-            num_loops=num_loops,
-            step_sizes=step_sizes,
-            no_grad_loops=no_grad_loops,
-            on_loop=on_loop,
-        ):
-            order = done.rows if done.loop_idx == 0 else order
-            if done.num_leaving:
-                leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
-        if order is None:
-            return leaving_parts[0]
-        # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.
-        return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
+        return last_states(
+            self.iterate(
+                begun,
+                num_loops=num_loops,
+                step_sizes=step_sizes,
+                no_grad_loops=no_grad_loops,
+                on_loop=on_loop,
+            )
+        )
 
     def graft_modulation(self, config: ModulationConfig, *, seed: int = 0) -> None:
         """Add loop-conditioned modulation without changing the one-loop function.
@@ -480,6 +525,19 @@ def enter(injected_BTD: Tensor, h_in_BTD: Tensor, entry: EntryModulation, *, eps
         + entry.shift
         + entry.eta * h_in_BTD
     )
+
+
+def last_states(passes: Iterable[LoopPass]) -> Tensor:
+    """The state of every row after its own last pass, rows in the order given to the loops."""
+    leaving_parts, order = [], None
+    for done in passes:
+        order = done.rows if done.loop_idx == 0 else order
+        if done.num_leaving:
+            leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
+    if order is None:
+        return leaving_parts[0]
+    # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.
+    return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
 
 
 def loops_without_grad(no_grad_loops: int | Tensor, rows: Tensor | None) -> Tensor:

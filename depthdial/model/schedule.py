@@ -1,17 +1,38 @@
 """How many times the core runs, and for which rows of a batch.
 
-The whole core loops as one segment; schedules of several segments belong here too. The number
+The core is a list of segments, each of which loops before the next; mostly it is one. The number
 of loops is checked here, once, for every caller.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from depthdial.config import ModelConfig
+from depthdial.config import ATTENTION_LETTERS, ModelConfig
 
 NumLoops = int | Tensor
+
+
+class Segment(NamedTuple):
+    """A run of the core that loops by itself: places of its sublayers, and of its token mixers."""
+
+    sublayers: range
+    mixers: range
+
+
+def core_segments(config: ModelConfig) -> tuple[Segment, ...]:
+    """The segments of the core, bottom to top."""
+    layout = config.core_layout
+    bounds = [0, *accumulate(config.segments or (len(layout),))]
+    below = [0, *accumulate(letter in ATTENTION_LETTERS for letter in layout)]
+    return tuple(
+        Segment(range(a, b), range(below[a], below[b]))
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    )
 
 
 def check_num_loops(

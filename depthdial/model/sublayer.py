@@ -190,10 +190,12 @@ class Stack(nn.ModuleList):
         mods: tuple[SublayerModulation, ...] | None,
         slots: tuple[KVSlot, ...],
         ctx: ForwardContext,
+        places: range | None = None,
     ) -> Tensor:
-        """Apply every sublayer. slots: one per token mixer, in order."""
+        """Apply the sublayers at `places`, None for all. slots: one per token mixer of them."""
         next_slot = iter(slots)
-        for i, sublayer in enumerate(self):
+        for i in range(len(self)) if places is None else places:
+            sublayer = self[i]
             x_BTD = sublayer(
                 x_BTD,
                 mod=None if mods is None else mods[i],
