@@ -87,7 +87,7 @@ def test_stored_differences_follow_the_loop_within_each_segment():
     deltas = VisitDeltaConfig(rank=2, sets_by_loop=(0, 1, 2))
     model = LoopedLM(config(visit_deltas=deltas))
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.visit_deltas.named_parameters():
+    for parameter in model.visit_deltas.parameters():
         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model.visit_deltas.sublayers[5].down_proj.up[1:] = 0.0
     changed = model(tokens(), num_loops=2)
