@@ -35,7 +35,8 @@ PUBLISHED_POLICY = re.compile(
     r"huginn:(?P<huginn>(latest|available|always-last)-m\d+|skip|(latest-m\d+-)?compress-s\d+)"
     r"|parcae:compress-(?P<parcae>s|stride|first|last)(?P<count>\d+)"
 )
-"""Rules that came with a published model; m and s count attention layers of the core."""
+"""Rules that came with a published model; the numbers of huginn count attention layers of the core,
+those of parcae loops."""
 
 
 def check_cache_policy(name: str) -> str:

@@ -52,7 +52,8 @@ class HeadGate(nn.Module):
     def forward(self, q_BTHC: Tensor) -> Tensor:
         """Returns: [B, T, H, 1]."""
         # fp32: a gate near 0 or 1 must not move in steps of half a percent.
-        logits = (q_BTHC.float() * self.weight.float()).sum(dim=-1) + self.bias.float()
+        wide = torch.promote_types(q_BTHC.dtype, torch.float32)
+        logits = (q_BTHC.to(wide) * self.weight.to(wide)).sum(dim=-1) + self.bias.to(wide)
         return torch.sigmoid(logits)[..., None].to(q_BTHC.dtype)
 
 

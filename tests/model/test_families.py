@@ -85,7 +85,8 @@ def model_of(name):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
+    # float64: unit vectors times large scales amplify the rounding of float32.
+    return model.double().eval()
 
 
 def tokens(rows, length, *, seed=0):
@@ -125,7 +126,7 @@ def test_rows_of_mixed_depth_equal_each_alone(name):
         mixed = model(x, num_loops=depths)
         for row, depth in enumerate(depths.tolist()):
             alone = model(x[row : row + 1], num_loops=depth)
-            torch.testing.assert_close(mixed[row : row + 1], alone, rtol=0, atol=2e-5)
+            torch.testing.assert_close(mixed[row : row + 1], alone, rtol=0, atol=1e-9)
 
 
 @every_variant
@@ -136,7 +137,7 @@ def test_left_padded_rows_equal_each_alone(name):
     with torch.no_grad():
         alone = model(x, num_loops=K)
         inside = model(padded, num_loops=K, padding_mask_BT=mask)[:, 3:]
-    torch.testing.assert_close(inside, alone, rtol=0, atol=2e-5)
+    torch.testing.assert_close(inside, alone, rtol=0, atol=1e-9)
 
 
 @every_variant
@@ -147,7 +148,7 @@ def test_decoding_token_by_token_equals_one_pass(name):
         parts = [model(x[:, :4], num_loops=K, cache=cache)]
         parts += [model(x[:, t : t + 1], num_loops=K, cache=cache) for t in range(4, 9)]
         whole = model(x, num_loops=K)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=2e-5)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-9)
 
 
 @every_variant
@@ -166,7 +167,7 @@ def test_a_window_hides_older_tokens_from_sliding_layers_only():
     windowed = model_of("unit lengths, windows, output gate").config.replace(
         layout="SF", split=(0, 2, 0), num_loops=1, max_loops=1
     )
-    model, x = LoopedLM(windowed).eval(), tokens(1, 8)
+    model, x = LoopedLM(windowed).double().eval(), tokens(1, 8)
     for back, is_seen in ((2, True), (3, False)):
         changed = x.clone()
         changed[0, 7 - back] = (x[0, 7 - back] + 1) % VOCAB
@@ -197,10 +198,10 @@ def test_uneven_steps_change_a_model_conditioned_on_time():
         given = model(x, num_loops=2, step_sizes=torch.tensor([0.5, 0.5]))
         uneven = model(x, num_loops=2, step_sizes=torch.tensor([0.75, 0.25]))
         by_row = model(x, num_loops=2, step_sizes=torch.tensor([[0.5, 0.5], [0.75, 0.25]]))
-    torch.testing.assert_close(given, even, rtol=0, atol=1e-5)
+    torch.testing.assert_close(given, even, rtol=0, atol=1e-6)
     assert not torch.allclose(uneven, even, atol=1e-3)
-    torch.testing.assert_close(by_row[:1], even[:1], rtol=0, atol=1e-5)
-    torch.testing.assert_close(by_row[1:], uneven[1:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(by_row[:1], even[:1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(by_row[1:], uneven[1:], rtol=0, atol=1e-6)
 
 
 def test_step_sizes_of_a_mixed_batch_follow_their_rows():
@@ -209,7 +210,7 @@ def test_step_sizes_of_a_mixed_batch_follow_their_rows():
     with torch.no_grad():
         mixed = model(x, num_loops=torch.tensor([1, 3]), step_sizes=steps)
         deep = model(x[1:], num_loops=3, step_sizes=steps[1])
-    torch.testing.assert_close(mixed[1:], deep, rtol=0, atol=1e-5)
+    torch.testing.assert_close(mixed[1:], deep, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_zero_differences_are_the_tied_model_bit_for_bit():
 
 def test_a_loop_without_a_set_ignores_the_differences():
     model, x = model_of("differences by visit"), tokens(2, 6)
-    tied = LoopedLM(config_of("plain"))
+    tied = LoopedLM(config_of("plain")).double()
     own = {n: p for n, p in model.state_dict().items() if not n.startswith("visit_deltas")}
     tied.load_state_dict(own)
     assert torch.equal(model(x, num_loops=1), tied(x, num_loops=1))
@@ -313,4 +314,4 @@ def test_rows_that_are_sent_away_leave_the_others_unchanged():
         model(x, num_loops=3, on_loop=lambda i, s, rows: reference.update({i: s}))
     assert sorted(states) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 2)]
     for (loop_idx, row), state in states.items():
-        torch.testing.assert_close(state, reference[loop_idx][row], rtol=0, atol=1e-5)
+        torch.testing.assert_close(state, reference[loop_idx][row], rtol=0, atol=1e-6)
