@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jsonargparse
@@ -185,21 +185,53 @@ def _keys(schema: dict[str, Any], defs: dict[str, Any], *, prefix: str) -> Itera
     required = schema.get("required", [])
     for name, field in schema["properties"].items():
         dotted = f"{prefix}{name}"
-        options = field.get("anyOf", [field])
+        options = list(_options(field))
         nested = [defs[o["$ref"].rpartition("/")[2]] for o in options if "$ref" in o]
         if len(options) > 1 or not nested or prefix:
             if not _is_constant(field):
                 shown = "no default" if name in required else f"default {_shown(field['default'])}"
                 yield _leaf(dotted, field, options, default=shown)
-        for group in nested:
-            yield from _keys(group, defs, prefix=f"{dotted}.")
+        yield from _group_keys(nested, defs, prefix=f"{dotted}.")
+
+
+def _group_keys(
+    members: list[dict[str, Any]], defs: dict[str, Any], *, prefix: str
+) -> Iterator[RecipeKey]:
+    """Keys of a group; of several kinds of group, `kind` and the keys of each, once."""
+    if len(members) < 2:
+        for member in members:
+            yield from _keys(member, defs, prefix=prefix)
+        return
+    kinds = [member["properties"]["kind"]["const"] for member in members]
+    field = members[0]["properties"]["kind"]
+    yield _leaf(
+        f"{prefix}kind", field, [{"enum": kinds, "type": "string"}], default=f"default {kinds[0]}"
+    )
+    found: dict[str, list[tuple[str, RecipeKey]]] = {}
+    for kind, member in zip(kinds, members, strict=True):
+        for key in _keys(member, defs, prefix=prefix):
+            found.setdefault(key.name, []).append((kind, key))
+    for same in found.values():
+        kind, key = same[0]
+        is_common = len(same) == len(members)
+        yield key if is_common else replace(key, description=f"kind {kind}: {key.description}")
+
+
+def _options(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Alternatives of a field, those inside alternatives too."""
+    inner = field.get("anyOf", field.get("oneOf"))
+    if inner is None:
+        yield field
+        return
+    for option in inner:
+        yield from _options(option)
 
 
 def _leaf(
     dotted: str, field: dict[str, Any], options: list[dict[str, Any]], *, default: str
 ) -> RecipeKey:
     real = [option for option in options if option.get("type") != "null"]
-    values = " or ".join(_allowed(option) for option in options)
+    values = " or ".join(dict.fromkeys(_allowed(option) for option in options))
     return RecipeKey(
         name=dotted,
         group=dotted.partition(".")[0] if "." in dotted else "",
@@ -223,8 +255,12 @@ def _allowed(option: dict[str, Any]) -> str:
     if "enum" in option or "const" in option:
         return " | ".join(option["enum"] if "enum" in option else [option["const"]])
     kind = option["type"]
-    if kind == "array":
+    if kind == "array" and "prefixItems" in option:
         return "list of " + ", ".join(_allowed(item) for item in option["prefixItems"])
+    if kind == "array":
+        return f"list of {_allowed(option['items'])}"
+    if kind == "object":
+        return f"names in braces, each with {_allowed(option['additionalProperties'])}"
     words = {"integer": "int", "number": "number", "boolean": "true | false", "string": "text"}
     return words.get(kind, kind) + _bounds(option)
 
@@ -250,7 +286,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
-        return "that of each key"
+        return "that of each key" if value else "none"
     if isinstance(value, list):
-        return ", ".join(_shown(item) for item in value)
+        return ", ".join(_shown(item) for item in value) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

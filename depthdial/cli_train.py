@@ -6,6 +6,7 @@ Flags and values are in `cli_options.py`. Torch is imported when a command runs,
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonargparse
@@ -26,6 +27,7 @@ from depthdial.report_terms import duration
 
 if TYPE_CHECKING:
     from depthdial.config import Recipe
+    from depthdial.data.tokenizer import Tokenizer
     from depthdial.train.pretrain import TrainResult
 
 EXIT_CODES = {"finished": 0, "interrupted": 130, "terminated": 75}
@@ -35,13 +37,20 @@ def train_parser() -> jsonargparse.ArgumentParser:
     """Flags of `train`."""
     parser = new_parser(
         "train",
-        usage="RECIPE [--KEY VALUE ...] [--root DIR] [--print-config]",
+        usage="RECIPE [--init MODEL] [--root DIR] [--KEY VALUE ...]",
         description="Train a recipe into the folder ROOT/NAME. Ctrl-C saves and stops.\n\n"
         "  depthdial train tiny-text\n"
         "  depthdial train tiny-text --name wide --model.d_model 128 --train.steps 2000\n"
-        "  depthdial train tiny-text --data.path my-data --model.vocab_size 4096",
+        "  depthdial train tiny-text --data.path my-data --model.vocab_size 4096\n"
+        "  depthdial train healing.yaml --init models/elastic --train.steps 500",
     )
     parser.add_argument("recipe", help="a shipped recipe (`depthdial list`) or a YAML or JSON file")
+    parser.add_argument(
+        "--init",
+        metavar="MODEL",
+        help="start from this model directory, checkpoint or run, in place of the recipe's model; "
+        "its tokenizer reads the text",
+    )
     parser.add_argument("--root", default="runs", metavar="DIR", help="folder of runs (runs)")
     parser.add_argument(
         "--print-config", action="store_true", help="print the whole recipe as YAML and stop"
@@ -52,9 +61,7 @@ def train_parser() -> jsonargparse.ArgumentParser:
 
 def run_train(options: Options) -> int:
     """Train, and say what came out and what can be done with it."""
-    from depthdial.api import load_recipe
-
-    recipe = load_recipe(options.recipe, recipe_overrides(options))
+    recipe = _recipe(options)
     if options.print_config:
         print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), end="")
         return 0
@@ -120,7 +127,9 @@ def prepare_parser() -> jsonargparse.ArgumentParser:
         help="tokens of the tokenizer to train, at least 257 (up to 4096, as the text allows)",
     )
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="use this tokenizer.json instead of training one"
+        "--tokenizer",
+        metavar="PATH",
+        help="use this tokenizer.json, or that of this model directory, instead of training one",
     )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="jsonl key or parquet column (text)"
@@ -140,7 +149,6 @@ def prepare_parser() -> jsonargparse.ArgumentParser:
 def run_prepare(options: Options) -> int:
     """Prepare, and print what was written and skipped."""
     from depthdial.data.text import prepare
-    from depthdial.data.tokenizer import Tokenizer
 
     if options.vocab_size is not None and options.tokenizer is not None:
         raise UsageError("give --vocab-size (to train a tokenizer) or --tokenizer, not both.")
@@ -149,7 +157,7 @@ def run_prepare(options: Options) -> int:
             options.paths,
             options.out,
             vocab_size=number(options.vocab_size, "--vocab-size", whole=True),
-            tokenizer=None if options.tokenizer is None else Tokenizer.from_file(options.tokenizer),
+            tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer),
             text_field=options.text_field,
             valid_frac=number(options.valid_frac, "--valid-frac", whole=False),
             overwrite=options.overwrite,
@@ -160,6 +168,13 @@ def run_prepare(options: Options) -> int:
         f"--model.vocab_size {report.vocab_size}"
     )
     return 0
+
+
+def _tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a file, or of a model directory with its end-of-text token."""
+    from depthdial.data.tokenizer import Tokenizer
+
+    return Tokenizer.from_dir(path) if Path(path).is_dir() else Tokenizer.from_file(path)
 
 
 def report_parser() -> jsonargparse.ArgumentParser:
@@ -225,6 +240,30 @@ COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[O
     "report": (report_parser, run_report),
     "demo": (demo_parser, run_demo_command),
 }
+
+
+def _recipe(options: Options) -> Recipe:
+    """The recipe of `train` with its flags; `--init` is resolved to a model directory.
+
+    Raises: UsageError; ValueError or FileNotFoundError as `load_recipe` and `model_folder`.
+    """
+    from depthdial.api import load_recipe
+    from depthdial.api_paths import model_folder
+    from depthdial.config import Recipe
+    from depthdial.recipes import recipe_file
+
+    overrides = recipe_overrides(options)
+    if options.init is None:
+        return load_recipe(options.recipe, overrides)
+    if overrides.pop("train.init", options.init) != options.init:
+        raise UsageError("--init and --train.init name two models; give one of them.")
+    path = Path(options.recipe)
+    if not path.suffix and not path.is_file():
+        path = recipe_file(options.recipe)
+    # Limits of the model must change before the recipe is checked against them.
+    of_model = {key: value for key, value in overrides.items() if key.startswith("model.")}
+    recipe = Recipe.from_file(path, init=str(model_folder(options.init)), changes=of_model)
+    return load_recipe(recipe, overrides)
 
 
 def _train(recipe: Recipe, start: Callable[[Any], TrainResult], *, first_step: int) -> int:

@@ -5,6 +5,7 @@ The parts are in `config_training.py`, the model in `config_model.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -56,18 +57,27 @@ class Recipe(StrictConfig):
     """Steps, batch, output."""
 
     @classmethod
-    def from_file(cls, path: str | Path, *, init: str | None = None) -> Self:
-        """Read a recipe; `init` as its train.init, in place of a model section.
+    def from_file(
+        cls,
+        path: str | Path,
+        *,
+        init: str | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Read a recipe.
 
+        Args: init: becomes train.init, whose model replaces a model section; changes: dotted keys
+            that replace those of the file before it is checked.
         Raises: FileNotFoundError or ValueError.
         """
-        if init is None:
-            return super().from_file(path)
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"no config file at {path}")
+        values = read_mapping(path)
         try:
-            return cls.from_dict(_started_from(read_mapping(path), init))
+            if init is not None:
+                values = _started_from(values, init)
+            return cls.from_dict(_changed(values, changes or {}))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -89,8 +99,7 @@ class Recipe(StrictConfig):
         init = changes.get("train.init")
         if init is None:
             return super().replace(**changes)
-        started = type(self).from_dict(_started_from(self.to_dict(), init))
-        return super(Recipe, started).replace(**changes)
+        return type(self).from_dict(_changed(_started_from(self.to_dict(), init), changes))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -106,6 +115,13 @@ def _started_from(values: dict[str, Any], init: str) -> dict[str, Any]:
     set_dotted(values, "train.init", init)
     if isinstance(values.get("data"), dict):
         values["data"] = values["data"] | {"tokenizer_vocab": None}
+    return values
+
+
+def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with dotted keys replaced."""
+    for key, value in changes.items():
+        set_dotted(values, key, value.to_dict() if isinstance(value, StrictConfig) else value)
     return values
 
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from depthdial import __version__
 from depthdial.cli import COMMANDS
 from depthdial.cli_options import recipe_keys
 from depthdial.config import Recipe
+from depthdial.config_base import _members
 from depthdial.recipes import recipe_names
 from depthdial.train.progress import RichObserver
 
@@ -101,19 +103,32 @@ class TestRecipeFlags:
         assert "Peak learning rate of the block matrices. (number > 0; default 0.004)" in out
 
     def test_the_keys_are_those_of_the_recipe_without_constants(self) -> None:
-        def leaves(values: dict[str, Any], prefix: str = "") -> set[str]:
+        def keys(config: type[BaseModel], prefix: str = "") -> set[str]:
             found = set()
-            for name, value in values.items():
-                nested = isinstance(value, dict)
-                found |= leaves(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}"}
+            for name, field in config.model_fields.items():
+                members = set(_members(field.annotation).values())
+                # A group of the recipe itself is given by its keys only.
+                found |= {f"{prefix}{name}"} if prefix or not members else set()
+                for member in members:
+                    found |= keys(member, f"{prefix}{name}.")
             return found
 
-        from depthdial.api import load_recipe
-
         constants = {"model.model_type", "model.architectures", "model.format_version"}
-        names = {key.name for key in recipe_keys()}
-        groups = {"model.loop", "model.modulation"}
-        assert names == leaves(load_recipe("tiny-text").to_dict()) - constants | groups
+        assert {key.name for key in recipe_keys()} == keys(Recipe) - constants
+
+    def test_a_group_of_several_kinds_has_the_keys_of_each(self) -> None:
+        keys = {key.name: key for key in recipe_keys()}
+        assert keys["model.modulation.kind"].values == "elr | time_step"
+        assert keys["model.modulation.rank"].description.startswith("kind elr: ")
+        assert not keys["model.modulation.embed_dim"].description.startswith("kind")
+        assert len(keys) == len(recipe_keys())
+
+    def test_lists_and_named_values_are_read_from_flags(self, cli: Command) -> None:
+        rates = "{visit_deltas.*: 2e-3, core_stack.*: 1e-4}"
+        flags = ("--optim.freeze", "prelude_stack.*,embedding.*", "--optim.lr_by_pattern", rates)
+        out = yaml.safe_load(cli("train", "tiny-text", *flags, "--print-config").out)["optim"]
+        assert out["freeze"] == ["prelude_stack.*", "embedding.*"]
+        assert out["lr_by_pattern"] == {"visit_deltas.*": 2e-3, "core_stack.*": 1e-4}
 
     def test_an_unknown_key_gets_the_nearest_one(self, cli: Command) -> None:
         code, out, err = cli("train", "tiny-text", "--model.loop.updat", "delta")
