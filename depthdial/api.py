@@ -122,7 +122,7 @@ class Model:
             max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
 
         def has_stop_text(new_ids: Sequence[int]) -> bool:
-            text = self.tokenizer.decode(new_ids)
+            text = _text_of(self.tokenizer, new_ids)
             return any(stop_text in text for stop_text in stop_texts)
 
         results = generate(
@@ -253,7 +253,7 @@ def sweep(
     from depthdial.eval.depth_sweep import (
         default_loops,
         sweep_documents,
-        sweep_pointer_programs,
+        sweep_questions,
     )
 
     trained_context = None
@@ -271,7 +271,7 @@ def sweep(
                     f"{name}={value} has no effect on pointer programs: a row is one program of "
                     f"{data.context} words. Leave it out."
                 )
-        return sweep_pointer_programs(
+        return sweep_questions(
             model.looped_lm,
             data,
             loops=loops,
@@ -352,9 +352,14 @@ def _stop_rule(name: str | None, threshold: float | None) -> StoppingRule | None
     return None
 
 
+def _text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Text of generated tokens; published models embed more ids than their tokenizers spell."""
+    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+
+
 def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[str]) -> Completion:
     """Text of the new tokens, up to the earliest stop text."""
-    text = tokenizer.decode(result.token_ids)
+    text = _text_of(tokenizer, result.token_ids)
     places = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
     return Completion(
         text=text[: min(places)] if places else text,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from depthdial.convert.text_files import dump_json
 from depthdial.convert.tokens import ROLES
@@ -76,14 +76,18 @@ def write_tokenizer(values: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
             f"{TOKENIZER_FILE} to the folder for text.",
         )
     backend = _merged_tokenizer(values, splits_digits=SPLITS_DIGITS[pre])
-    backend.save(str(folder / TOKENIZER_FILE))
     tokens = values["tokenizer.ggml.tokens"]
+    if values.get("tokenizer.ggml.add_bos_token") and "bos_token_id" in ids:
+        bos = _token(tokens, ids["bos_token_id"], "bos")
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, ids["bos_token_id"])]
+        )
+    backend.save(str(folder / TOKENIZER_FILE))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role in ROLES:
         token_id = ids.get(f"{role}_token_id")
         if token_id is not None:
             config[f"{role}_token"] = _token(tokens, token_id, role)
-    config["add_bos_token"] = bool(values.get("tokenizer.ggml.add_bos_token", False))
     config["clean_up_tokenization_spaces"] = False
     if "tokenizer.chat_template" in values:
         config["chat_template"] = values["tokenizer.chat_template"]

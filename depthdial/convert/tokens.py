@@ -117,10 +117,10 @@ def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int) -> 
     opening_ids: tuple[int, ...] = ()
     if tokenizer is not None:
         _check_vocabulary(tokenizer, vocab_size)
-        found = list(_token_statements(folder, tokenizer, warnings))
-        statements += found
+        statements += _token_statements(folder, tokenizer, warnings)
         warnings += _wrong_ids(folder, tokenizer)
-        opening_ids = _opening_ids(tokenizer, tokenizer_config, found)
+        warnings += _opening_contradiction(tokenizer, tokenizer_config)
+        opening_ids = tokenizer.template_ids
     for statement in statements:
         _check_range(statement, vocab_size)
     for role in ROLES:
@@ -170,7 +170,11 @@ def export_tokens(
         # Of an imported model: the publisher's own keys still say it.
         del config[OPENING_KEY]
     elif config.get("eos_token") is not None:
-        config |= {"bos_token": config["eos_token"], "add_bos_token": True}
+        token = config["eos_token"]
+        config["bos_token"] = token
+        Tokenizer.from_dir(destination).save_opened_by(
+            token["content"] if isinstance(token, dict) else token, destination / TOKENIZER_FILE
+        )
     (destination / TOKENIZER_CONFIG_FILE).write_text(dump_json(config), encoding="utf-8")
 
 
@@ -256,18 +260,19 @@ def _wrong_ids(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
             yield f"{where}: id {stated} is '{token}', but {TOKENIZER_FILE} has '{own}' there."
 
 
-def _opening_ids(
-    tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any], statements: list[Statement]
-) -> tuple[int, ...]:
-    """What the published model expects before a text.
+def _opening_contradiction(
+    tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]
+) -> Iterator[str]:
+    """An add_bos_token that the template in tokenizer.json contradicts.
 
-    An explicit add_bos_token or add_eos_token decides, as in transformers; else the template in
-    tokenizer.json does.
+    The template decides, as in transformers.
     """
-    if not {"add_bos_token", "add_eos_token"} & tokenizer_config.keys():
-        return tokenizer.template_ids
-    bos = next((s.ids for s in statements if s.role == "bos"), ())
-    return bos if tokenizer_config.get("add_bos_token") else ()
+    stated, opens = tokenizer_config.get("add_bos_token"), bool(tokenizer.template_ids)
+    if isinstance(stated, bool) and stated != opens:
+        yield (
+            f"{TOKENIZER_CONFIG_FILE} has add_bos_token={str(stated).lower()}, but the template in "
+            f"{TOKENIZER_FILE} puts {'a token' if opens else 'nothing'} before a text, and decides."
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

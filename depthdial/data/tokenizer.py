@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -135,6 +135,16 @@ class Tokenizer:
         if self._generation is not None:
             text = json.dumps(self._generation, indent=2, ensure_ascii=False) + "\n"
             (directory / GENERATION_CONFIG_FILE).write_text(text, encoding="utf-8")
+
+    def save_opened_by(self, token: str, path: Path) -> None:
+        """Write a tokenizer.json for tools that open every text by its template, with `token`."""
+        backend = Backend.from_str(self.to_json())
+        backend.post_processor = processors.TemplateProcessing(
+            single=[token, "$A"],
+            pair=[token, "$A", "$B:1"],
+            special_tokens=[(token, self.token_id(token))],
+        )
+        path.write_text(backend.to_str(pretty=True), encoding="utf-8")
 
     def to_json(self) -> str:
         """The text of tokenizer.json."""
