@@ -58,12 +58,23 @@ def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
     """
     stored = read_config(folder)
     check_agreement(config, stored, folder)
-    tensors = load_model(folder).float().state_dict()
+    tensors = load_model(folder).state_dict()
     with torch.device("meta"):
         model = LoopedLM(config.replace(modulation=stored.modulation))
     model.load_state_dict(tensors, assign=True)
-    # What is assigned keeps the flag of the parameter that it replaces.
-    return model.requires_grad_(True)
+    return in_own_memory(model)
+
+
+def in_own_memory(model: LoopedLM) -> LoopedLM:
+    """The model with every parameter copied to float32 memory of its own.
+
+    Tensors of a file lie at any multiple of 8 bytes, and matrix products of the same numbers
+    differ in the last bit by how their memory is aligned: a resumed run would leave the path of
+    the uninterrupted one.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32, copy=True)
+    return model
 
 
 def check_agreement(config: ModelConfig, stored: ModelConfig, folder: str | Path) -> None:

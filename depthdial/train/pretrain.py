@@ -30,6 +30,7 @@ from depthdial.train.init_model import (
     copy_companions,
     first_model,
     folder_facts,
+    in_own_memory,
 )
 from depthdial.train.loss_module import LossModule
 from depthdial.train.objective import Objective
@@ -109,8 +110,8 @@ class _Session:
     model: LoopedLM
     optimizers: Optimizers
     progress: Progress
-    teacher: Teacher | None
-    companions: Path | None
+    teacher: Teacher | None = None
+    companions: Path | None = None
 
 
 def train(
@@ -177,7 +178,7 @@ def resume(
     if (source := teacher_folder(recipe)) is not None:
         check_facts(source, provenance["teacher"], role="the teacher")
     teacher = open_teacher(recipe, data.tokenizer)
-    model = load_model(checkpoint.path, device=recipe.train.device)
+    model = in_own_memory(load_model(checkpoint.path, device=recipe.train.device))
     freeze_parameters(model, recipe.optim.freeze)
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))

@@ -14,6 +14,7 @@ from depthdial.data.packing import Batch
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.train.init_model import in_own_memory
 
 
 class Teacher:
@@ -50,7 +51,7 @@ def open_teacher(recipe: Recipe, tokenizer: Tokenizer) -> Teacher | None:
     folder, distill = teacher_folder(recipe), recipe.objective.distill
     if folder is None or distill is None:
         return None
-    model = load_model(folder, device=recipe.train.device).float()
+    model = in_own_memory(load_model(folder, device=recipe.train.device))
     if model.config.vocab_size != recipe.model.vocab_size:
         raise ValueError(
             f"the teacher {folder} has {model.config.vocab_size} token ids, the student "
