@@ -95,8 +95,13 @@ def run_export(options: Options) -> int:
         overwrite=options.overwrite,
     )
     console = result_console()
-    console.print(f"{report.folder}: {report.num_tensors} tensors, {size(report.num_bytes)}")
-    console.print(f"format {report.family}, files: {', '.join(report.files)}")
+    console.print(str(report.folder), style="bold", soft_wrap=True)
+    rows = (
+        ("format", report.family),
+        ("tensors", f"{report.num_tensors} ({size(report.num_bytes)})"),
+        ("files", ", ".join(report.files)),
+    )
+    console.print(facts("", rows))
     if report.as_it_came:
         remark("config, tensor names and tokenizer are those of the imported checkpoint.")
     return 0
@@ -114,10 +119,12 @@ def _print_import(report: ImportReport) -> None:
     loops = f"{config.num_loops} by default, 1 to {config.max_loops} trained"
     stops = ", ".join(map(str, tokens.stop_ids)) or "none"
     console = result_console()
+    console.print(str(report.folder), style="bold", soft_wrap=True)
     console.print(
         facts(
-            f"{report.folder}: imported from {report.family}",
+            "",
             (
+                ("imported from", report.family),
                 ("parameters", f"{short_count(report.num_parameters)} ({size(report.num_bytes)})"),
                 ("tensors", f"{report.num_source_tensors} read, all accounted for"),
                 ("loops", loops if config.max_loops > 1 else "1: a dense model"),

@@ -61,7 +61,9 @@ def run_inspect(options: Options) -> int:
     loops = None if options.num_loops is None else loop_counts(options.num_loops)
     found = _inspect(options.path)
     console = result_console()
-    console.print(facts(f"{options.path}: {found.kind}", _identity(found)))
+    # A path may be longer than the line, and is then not cut.
+    console.print(options.path, style="bold", soft_wrap=True)
+    console.print(facts("", _identity(found)))
     if found.config is not None:
         for part in _model_parts(found.config, loops):
             console.print("", part)
@@ -101,7 +103,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _identity(found: Inspection) -> list[tuple[str, str]]:
-    rows = []
+    rows = [("what", found.kind)]
     if found.family is not None:
         rows.append(("family", found.family))
     if found.summary:
