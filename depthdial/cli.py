@@ -33,6 +33,7 @@ COMMANDS = {
     "plan": ("cli_model", "memory, FLOPs and cache of a model before building it"),
     "import": ("cli_convert", "turn a published checkpoint into a model folder"),
     "export": ("cli_convert", "write a model in a published format"),
+    "convert": ("cli_retrofit", "make a pretrained model elastic"),
     "inspect": ("cli_convert", "what a model is: partition, loops, parameters, cache, text"),
     "list": ("cli_model", "shipped recipes, presets and corpora"),
 }
