@@ -21,7 +21,8 @@ from depthdial.eval.stats import EQUAL_MARGIN_NATS
 if TYPE_CHECKING:
     from depthdial.api import Model
     from depthdial.data.synthetic import PointerPrograms
-    from depthdial.eval.depth_sweep import DepthSweep, Latency
+    from depthdial.eval.depth_sweep import DepthSweep
+    from depthdial.eval.latency import Latency
 
 TIMED_TOKENS = 8
 
@@ -176,7 +177,7 @@ def _latency(
     """Milliseconds per token in the precision of the losses."""
     import torch
 
-    from depthdial.eval.depth_sweep import measure_latency
+    from depthdial.eval.latency import measure_latency
 
     is_bf16 = options.precision == "bf16"
     device_type = torch.device(options.device).type

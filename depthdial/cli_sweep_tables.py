@@ -13,7 +13,8 @@ from depthdial.eval.stats import BOOTSTRAP_SEED, FEW_DOCUMENTS
 
 if TYPE_CHECKING:
     from depthdial.api import Model
-    from depthdial.eval.depth_sweep import DepthSweep, Latency
+    from depthdial.eval.depth_sweep import DepthSweep
+    from depthdial.eval.latency import Latency
     from depthdial.eval.stats import Interval
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from depthdial.eval.depth_sweep import DepthSweep, Latency
+from depthdial.eval.depth_sweep import DepthSweep
+from depthdial.eval.latency import Latency
 
 Command = Callable[..., Any]
 
@@ -179,7 +180,7 @@ class TestSweep:
             seen.append(torch.is_autocast_enabled("cpu"))
             return {k: Latency(1.0, 1.0) for k in loops}
 
-        monkeypatch.setattr("depthdial.eval.depth_sweep.measure_latency", record)
+        monkeypatch.setattr("depthdial.eval.latency.measure_latency", record)
         fp32 = cli("sweep", tiny_run, "--num-loops", "1").out
         bf16 = cli("sweep", tiny_run, "--num-loops", "1", "--precision", "bf16").out
         assert seen == [False, True]

@@ -82,7 +82,7 @@ class PointerChains:
         self.fingerprint = f"pointer chains {num_chains}x{chain_length}"
 
     @property
-    def digit_ids(self) -> Tensor:
+    def answer_ids(self) -> Tensor:
         """Token ids of the ten digits, the only answers, int64 [10]."""
         return torch.from_numpy(self.spelling.digits)
 

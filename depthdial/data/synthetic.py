@@ -77,6 +77,8 @@ class PointerPrograms:
     epoch_tokens = None
     """The rows never repeat."""
     vocab_size = VOCAB_SIZE
+    answer_ids = None
+    """Every word is tried as an answer."""
 
     def __init__(
         self,

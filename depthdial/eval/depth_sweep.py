@@ -1,7 +1,7 @@
-"""Loss of the same documents at every loop count, kept per document; and what each one costs.
+"""Loss of the same documents at every loop count, kept per document.
 
-Intervals and verdicts are in `stats.py`. Loop counts that training never ran are evaluated too and
-marked; which those are is told by the caller, who knows the run.
+Intervals and verdicts are in `stats.py`, what each loop costs in `latency.py`. Loop counts that
+training never ran are evaluated too and marked; which those are is told by the caller.
 Letters: K swept loop counts, N documents, P dependency depths, B rows, T tokens.
 """
 
@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from depthdial.data.packing import IGNORE
+from depthdial.data.packing import IGNORE, Batch
 from depthdial.data.shards import TokenDocument, write_synced
-from depthdial.data.synthetic import PointerPrograms, count_by_depth
-from depthdial.model.loop_cache import LoopCache
+from depthdial.data.synthetic import count_by_depth
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import check_num_loops
 
@@ -153,6 +150,23 @@ class DepthSweep:
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
+class QuestionRows(Protocol):
+    """Rows with one right answer at each scored position."""
+
+    @property
+    def answer_ids(self) -> Tensor | None:
+        """Tokens that can be an answer; None for all."""
+        ...
+
+    def rows(self, first_row: int, num_rows: int) -> Batch:
+        """Inputs and answers."""
+        ...
+
+    def depths(self, first_row: int, num_rows: int) -> Tensor:
+        """Dependency depth of each position, [B, T]; 0 where nothing is asked."""
+        ...
+
+
 class Window(NamedTuple):
     """One model row of a document: inputs, and targets with IGNORE where another row scores."""
 
@@ -208,7 +222,7 @@ def sweep_documents(
 
     Raises: ValueError for no documents, one with nothing to score, a stride outside 1..context.
     """
-    loops = _check_loops(loops)
+    loops = check_swept_loops(loops)
     stride = context if stride is None else stride
     if not 1 <= stride <= context:
         raise ValueError(f"stride={stride} must lie in 1..{context}, the context.")
@@ -241,9 +255,9 @@ def sweep_documents(
 
 
 @torch.no_grad()
-def sweep_pointer_programs(
+def sweep_questions(
     model: LoopedLM,
-    source: PointerPrograms,
+    source: QuestionRows,
     *,
     loops: Sequence[int],
     num_rows: int = POINTER_ROWS,
@@ -255,12 +269,14 @@ def sweep_pointer_programs(
     """Loss and right answers by dependency depth; every row counts as one document.
 
     Args as in `sweep_documents`; the first `num_rows` rows of the source are solved, and answers
-    at dependency depths above `max_depth` count in the loss only.
+    at dependency depths above `max_depth` count in the loss only. Where the source names its
+    answer tokens, the likeliest of them is the model's answer.
     """
-    loops = _check_loops(loops)
+    loops = check_swept_loops(loops)
     shape = (len(loops), num_rows)
     nll_KN, correct_KNP = np.zeros(shape), np.zeros((*shape, max_depth), dtype=np.int64)
     total_NP = np.zeros((num_rows, max_depth), dtype=np.int64)
+    tokens_N = np.zeros(num_rows, dtype=np.int64)
     for start in range(0, num_rows, rows_per_forward):
         count = min(rows_per_forward, num_rows - start)
         batch, depths_BT = source.rows(start, count), source.depths(start, count)
@@ -269,17 +285,17 @@ def sweep_pointer_programs(
                 model, batch.tokens_BT, None, num_loops=num_loops, precision=precision
             )
             nll_KN[k_idx, start : start + count] = _row_losses(logits_BTV, batch.targets_BT)
-            counts = count_by_depth(
-                logits_BTV.argmax(dim=-1), batch.targets_BT, depths_BT, max_depth=max_depth
-            )
+            answers_BT = _answers(logits_BTV, source.answer_ids)
+            counts = count_by_depth(answers_BT, batch.targets_BT, depths_BT, max_depth=max_depth)
             correct_KNP[k_idx, start : start + count] = counts.correct_BP
             total_NP[start : start + count] = counts.total_BP
+        tokens_N[start : start + count] = (batch.targets_BT != IGNORE).sum(dim=1).numpy()
     return DepthSweep(
         loops=loops,
         max_loops=model.config.max_loops,
         trained_loops=_trained(model, trained_loops),
         names=tuple(f"program {row}" for row in range(num_rows)),
-        tokens_N=np.full(num_rows, source.context),
+        tokens_N=tokens_N,
         bytes_N=np.zeros(num_rows, dtype=np.int64),
         nll_KN=nll_KN,
         correct_KNP=correct_KNP,
@@ -287,66 +303,11 @@ def sweep_pointer_programs(
     )
 
 
-class Latency(NamedTuple):
-    """Milliseconds per generated token, batch 1, cached: fastest and median repeat."""
-
-    min_ms: float
-    median_ms: float
-
-
-def measure_latency(
-    model: LoopedLM, *, loops: Sequence[int], prompt_tokens: int, new_tokens: int, rounds: int = 9
-) -> dict[int, Latency]:
-    """Times of one model at each loop count; see `measure_latencies`."""
-    loops = _check_loops(loops)
-    times = measure_latencies(
-        [(model, num_loops) for num_loops in loops],
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        rounds=rounds,
-    )
-    return dict(zip(loops, times, strict=True))
-
-
-@torch.no_grad()
-def measure_latencies(
-    sides: Sequence[tuple[LoopedLM, int]],
-    *,
-    prompt_tokens: int,
-    new_tokens: int,
-    rounds: int = 9,
-) -> list[Latency]:
-    """Time cached decoding of several (model, loop count) pairs.
-
-    Each round visits every pair, so that whatever else the machine does hits all alike.
-    """
-    times: list[list[float]] = [[] for _ in sides]
-    with ExitStack() as stack:
-        for model, _ in sides:
-            stack.enter_context(model.modulation.tabulated())
-        for _ in range(rounds):
-            for (model, num_loops), side_times in zip(sides, times, strict=True):
-                seconds = _decode_seconds(
-                    model, num_loops, prompt_tokens=prompt_tokens, new_tokens=new_tokens
-                )
-                side_times.append(seconds / new_tokens * 1e3)
-    return [Latency(min(values), median(values)) for values in times]
-
-
-def _decode_seconds(
-    model: LoopedLM, num_loops: int, *, prompt_tokens: int, new_tokens: int
-) -> float:
-    """Wall-clock of `new_tokens` greedy tokens after a prompt, which is not timed."""
-    device = model.embedding.weight.device
-    prompt_BT = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=device)
-    capacity = prompt_tokens + new_tokens
-    cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
-    model.trunk(prompt_BT, num_loops=num_loops, cache=cache)
-    cache.end_prompt()
-    started = time.perf_counter()
-    for _ in range(new_tokens):
-        model(prompt_BT[:, :1], num_loops=num_loops, cache=cache)[0, -1].argmax().item()
-    return time.perf_counter() - started
+def _answers(logits_BTV: Tensor, answer_ids: Tensor | None) -> Tensor:
+    """The likeliest token at each position, [B, T]; of the answer tokens where they are known."""
+    if answer_ids is None:
+        return logits_BTV.argmax(dim=-1)
+    return answer_ids[logits_BTV[..., answer_ids].argmax(dim=-1)]
 
 
 def _trained(model: LoopedLM, trained_loops: Sequence[int] | None) -> tuple[int, ...]:
@@ -355,7 +316,8 @@ def _trained(model: LoopedLM, trained_loops: Sequence[int] | None) -> tuple[int,
     return tuple(sorted(set(trained_loops)))
 
 
-def _check_loops(loops: Sequence[int]) -> tuple[int, ...]:
+def check_swept_loops(loops: Sequence[int]) -> tuple[int, ...]:
+    """Distinct loop counts, ascending. Raises: ValueError for none, or one below 1."""
     if not loops:
         raise ValueError("no loop counts were given; give at least one, e.g. [1, 2, 4].")
     for num_loops in loops:

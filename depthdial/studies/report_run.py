@@ -18,12 +18,11 @@ from depthdial.eval.depth_sweep import (
     POINTER_MAX_DEPTH,
     POINTER_ROWS,
     DepthSweep,
-    Latency,
     default_loops,
-    measure_latencies,
     sweep_documents,
-    sweep_pointer_programs,
+    sweep_questions,
 )
+from depthdial.eval.latency import Latency, measure_latencies
 from depthdial.eval.stats import (
     BOOTSTRAP_SEED,
     EQUAL_MARGIN_NATS,
@@ -126,7 +125,7 @@ def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]
 def sweep_run(run: FinishedRun, loops: Sequence[int]) -> DepthSweep:
     """Loss of the run's held-out data at some loop counts, marked by what training ran."""
     if run.recipe.data.task is not None:
-        return sweep_pointer_programs(
+        return sweep_questions(
             run.model,
             run.validation_programs(),
             loops=loops,

@@ -7,19 +7,18 @@ import pytest
 import torch
 
 from depthdial.config import ModelConfig
-from depthdial.data.packing import IGNORE
+from depthdial.data.packing import IGNORE, Batch
 from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import PointerPrograms
 from depthdial.eval.depth_sweep import (
     POINTER_MAX_DEPTH,
     POINTER_ROWS,
     DepthSweep,
-    measure_latencies,
-    measure_latency,
     sweep_documents,
-    sweep_pointer_programs,
+    sweep_questions,
     windows,
 )
+from depthdial.eval.latency import measure_latencies, measure_latency
 from depthdial.model.looped_lm import LoopedLM
 
 VOCAB, CONTEXT = 97, 16
@@ -114,7 +113,7 @@ def test_b15_a_loop_count_that_training_never_ran_is_marked_even_below_max_loops
     text = sweep_documents(
         small_model(), docs, loops=range(1, 5), context=CONTEXT, start_id=0, trained_loops=[2]
     )
-    pointer = sweep_pointer_programs(
+    pointer = sweep_questions(
         small_model(vocab_size=32), programs, loops=range(1, 5), num_rows=2, trained_loops=[3, 1]
     )
     assert [text.is_trained(k) for k in text.loops] == [False, True, False, False]
@@ -181,7 +180,7 @@ def test_b23_bad_requests_say_what_is_wrong(changes, message):
 def test_pointer_sweep_counts_every_position_once_and_a_perfect_answer_is_right():
     source = PointerPrograms(0, split="valid")
     model = small_model(vocab_size=32)
-    sweep = sweep_pointer_programs(model, source, loops=[1, 2], num_rows=10, max_depth=40)
+    sweep = sweep_questions(model, source, loops=[1, 2], num_rows=10, max_depth=40)
     assert sweep.total_NP.sum() == 10 * source.context
     assert (sweep.correct_KNP <= sweep.total_NP).all()
     assert sweep.tokens_N.sum() == 10 * source.context
@@ -194,7 +193,7 @@ def test_pointer_sweep_counts_every_position_once_and_a_perfect_answer_is_right(
             return 50.0 * torch.nn.functional.one_hot(values, 32).float()
 
     oracle = Oracle(model.config)
-    right = sweep_pointer_programs(oracle, source, loops=[1], num_rows=10, max_depth=40)
+    right = sweep_questions(oracle, source, loops=[1], num_rows=10, max_depth=40)
     assert (right.correct_KNP[0] == right.total_NP).all()
 
 
@@ -206,16 +205,16 @@ def test_latency_reports_every_depth():
 
 def test_latencies_of_several_models_are_measured_in_turn(monkeypatch):
     """Load that comes and goes must not hit one side alone."""
-    from depthdial.eval import depth_sweep
+    from depthdial.eval import latency
 
     first, second = small_model(), small_model(max_loops=1, num_loops=1)
-    visited, decode = [], depth_sweep._decode_seconds
+    visited, decode = [], latency._decode_seconds
 
     def spy(model, num_loops, **lengths):
         visited.append((model, num_loops))
         return decode(model, num_loops, **lengths)
 
-    monkeypatch.setattr(depth_sweep, "_decode_seconds", spy)
+    monkeypatch.setattr(latency, "_decode_seconds", spy)
     sides = [(second, 1), (first, 1), (first, 3)]
     times = measure_latencies(sides, prompt_tokens=4, new_tokens=2, rounds=2)
     assert visited == sides * 2
@@ -227,3 +226,29 @@ def test_default_programs_can_show_90_percent_at_every_counted_depth():
     depths_BT = PointerPrograms(0, split="valid").depths(0, POINTER_ROWS)
     for depth in range(1, POINTER_MAX_DEPTH + 1):
         assert int((depths_BT == depth).any(dim=1).sum()) >= 36, depth
+
+
+def test_answers_are_chosen_among_the_answer_tokens_where_a_source_names_them():
+    """The likeliest token of all may be none of the ten digits."""
+
+    class Questions:
+        answer_ids = torch.tensor([4, 9])
+
+        def rows(self, first_row, num_rows):
+            tokens = torch.zeros(num_rows, 3, dtype=torch.int64)
+            targets = torch.full((num_rows, 3), IGNORE)
+            targets[:, 2] = 9
+            return Batch(tokens_BT=tokens, targets_BT=targets)
+
+        def depths(self, first_row, num_rows):
+            return (self.rows(first_row, num_rows).targets_BT != IGNORE).long()
+
+    model = small_model()
+    with torch.no_grad():
+        model.final_norm.weight.fill_(0.0)
+        # Equal logits everywhere: the first of the answer tokens wins, not token 0.
+    sweep = sweep_questions(model, Questions(), loops=[1], num_rows=2, max_depth=1)
+    assert sweep.correct_KNP.tolist() == [[[0], [0]]] and sweep.total_NP.tolist() == [[1], [1]]
+    Questions.answer_ids = torch.tensor([9, 4])
+    sweep = sweep_questions(model, Questions(), loops=[1], num_rows=2, max_depth=1)
+    assert sweep.correct_KNP.tolist() == [[[1], [1]]] and sweep.tokens_N.tolist() == [1, 1]

@@ -3,7 +3,7 @@
 import pytest
 
 from depthdial.config import Recipe
-from depthdial.eval.depth_sweep import DepthSweep, sweep_pointer_programs
+from depthdial.eval.depth_sweep import DepthSweep, sweep_questions
 from depthdial.eval.stats import BOOTSTRAP_SEED, paired_bootstrap
 from depthdial.recipes import recipe_file
 from depthdial.studies.finished_run import FinishedRun
@@ -20,7 +20,7 @@ def sweep(tmp_path_factory) -> DepthSweep:
     recipe = Recipe.from_file(recipe_file("tiny-pointer"))
     recipe = recipe.replace(**{"train.steps": STEPS, "train.val_every": STEPS})
     run = FinishedRun.open(train(recipe, root=tmp_path_factory.mktemp("runs")).path)
-    return sweep_pointer_programs(
+    return sweep_questions(
         run.model, run.validation_programs(), loops=range(1, 7), num_rows=ROWS,
         trained_loops=run.trained_loops,
     )  # fmt: skip
