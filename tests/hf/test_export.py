@@ -1,0 +1,177 @@
+"""`export --as hf`: a folder that transformers opens where this package is not installed."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import safetensors.torch
+import torch
+from toys import toy_model, toy_tokens
+
+from depthdial.convert.hf_export import AUTO_MAP, code_files, export_hf
+from depthdial.data.tokenizer import Tokenizer, train_bpe
+from depthdial.model.checkpoint import save_model
+
+TEXT = "citizens of the"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A model folder of ours with a tokenizer and a licence."""
+    folder = tmp_path_factory.mktemp("source") / "model"
+    tokenizer = train_bpe(["Fellow citizens of the Senate. " * 20], 270, allow_fewer=True)
+    save_model(toy_model(vocab_size=tokenizer.vocab_size, tie_embeddings=True), folder)
+    tokenizer.save(folder)
+    (folder / "LICENSE").write_text("terms")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(source):
+    """The export of `source`."""
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    export_hf(source, source.parent / "exported")
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    return source.parent / "exported"
+
+
+STRANGER = """
+import json, os, sys
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "depthdial":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, NotInstalled())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+folder, result, text = sys.argv[1:]
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+inputs = tokenizer(text, return_tensors="pt")
+settings = {"num_loops": 3, "max_new_tokens": 6, "do_sample": False}
+with torch.no_grad():
+    out = model(**inputs, num_loops=3, output_hidden_states=True)
+texts = pipeline("text-generation", model=model, tokenizer=tokenizer)(text, **settings)
+for name in ("1", "2", "3"):
+    model.save_pretrained(os.path.join(result, name))
+    model = AutoModelForCausalLM.from_pretrained(
+        os.path.join(result, name), trust_remote_code=True
+    )
+torch.save(out.logits, os.path.join(result, "logits.pt"))
+found = {
+    "ids": inputs["input_ids"][0].tolist(),
+    "states": len(out.hidden_states),
+    "tokens": model.generate(**inputs, **settings)[0].tolist(),
+    "uncached": model.generate(**inputs, **settings, use_cache=False)[0].tolist(),
+    "text": texts[0]["generated_text"],
+    "stops": model.generation_config.eos_token_id,
+}
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def stranger(exported, tmp_path_factory):
+    """What a process finds in which no module of this package can be imported."""
+    result = tmp_path_factory.mktemp("stranger")
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(STRANGER), str(exported), str(result), TEXT],
+        capture_output=True,
+        text=True,
+        cwd=result,
+        env={
+            "HF_MODULES_CACHE": str(result / "modules"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert run.returncode == 0, run.stderr
+    return result, json.loads(run.stdout.splitlines()[-1])
+
+
+def test_a_stranger_gets_our_logits_and_states(source, stranger):
+    result, found = stranger
+    model = toy_model(vocab_size=Tokenizer.from_dir(source).vocab_size, tie_embeddings=True)
+    expected = model(torch.tensor([found["ids"]]), num_loops=3)
+    actual = torch.load(result / "logits.pt", weights_only=True)
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert found["states"] == 5
+
+
+def test_a_stranger_generates_with_a_cache_as_without(stranger):
+    _, found = stranger
+    assert found["tokens"] == found["uncached"]
+    assert len(found["tokens"]) == len(found["ids"]) + 6
+
+
+def test_a_stranger_opens_and_ends_a_text_as_the_model_was_trained(source, stranger):
+    _, found = stranger
+    tokenizer = Tokenizer.from_dir(source)
+    assert found["ids"] == [*tokenizer.opening_ids, *tokenizer.encode(TEXT)]
+    assert found["stops"] == list(tokenizer.stop_ids)
+    assert found["text"].startswith(TEXT)
+
+
+def test_b36_three_rounds_of_a_stranger_keep_config_weights_and_code(exported, stranger):
+    result, _ = stranger
+    names = ("config.json", "model.safetensors", *code_files())
+    for name in names:
+        wanted = (exported / name).read_bytes()
+        assert all((result / round_ / name).read_bytes() == wanted for round_ in ("1", "2", "3"))
+
+
+def test_b34_the_weights_are_the_folders_own_file(source, exported):
+    name = "model.safetensors"
+    assert (exported / name).read_bytes() == (source / name).read_bytes()
+    assert "lm_head.weight" not in safetensors.torch.load_file(exported / name)
+
+
+def test_the_config_is_ours_and_names_the_code(source, exported):
+    values = json.loads((exported / "config.json").read_text())
+    assert values.pop("auto_map") == AUTO_MAP
+    assert values == json.loads((source / "config.json").read_text())
+
+
+def test_the_code_is_flat_and_imports_nothing_of_this_package():
+    files = code_files()
+    for name, text in files.items():
+        compile(text, name, "exec")
+        assert "from depthdial" not in text.replace("# From depthdial", "")
+        assert "import depthdial" not in text
+    assert "configuration_depthdial.py" in files and "modeling_depthdial.py" in files
+
+
+def test_the_card_says_how_to_open_it_and_the_licence_comes_along(exported):
+    card = (exported / "README.md").read_text()
+    assert "trust_remote_code=True" in card and "pydantic" in card
+    assert (exported / "LICENSE").read_text() == "terms"
+
+
+def test_a_model_without_tokenizer_is_exported_too(tmp_path):
+    save_model(toy_model(), tmp_path / "model")
+    report = export_hf(tmp_path / "model", tmp_path / "exported")
+    assert not (tmp_path / "exported" / "tokenizer.json").exists()
+    stored = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    assert report.num_tensors == len(stored)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in stored.values())
+    assert set(report.files) == {path.name for path in (tmp_path / "exported").iterdir()}
+
+
+def test_a_taken_destination_is_left_alone(source, exported):
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        export_hf(source, exported)
+    with pytest.raises(ValueError, match="lie in one another"):
+        export_hf(source, source / "inside")
+
+
+def test_the_installed_package_opens_an_export_with_its_own_code(exported):
+    from transformers import AutoModelForCausalLM
+
+    import depthdial.hf
+
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert type(model) is depthdial.hf.DepthdialForCausalLM
+    assert model(toy_tokens(1, 4)).logits.shape[1] == 4
