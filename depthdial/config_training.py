@@ -21,11 +21,18 @@ SamplerName = Literal[
     "override",
     "poisson_lognormal",
     "poisson_truncated",
+    "listed",
 ]
 
 POISSON_SAMPLERS = ("poisson_lognormal", "poisson_truncated")
 """Samplers whose draws have a mean instead of a largest value."""
-SHARED_DRAW_SAMPLERS = ("sync_uniform", "sync_weighted", "override", "poisson_lognormal")
+SHARED_DRAW_SAMPLERS = (
+    "sync_uniform",
+    "sync_weighted",
+    "override",
+    "poisson_lognormal",
+    "listed",
+)
 """Samplers with one draw for several slices."""
 FRACTION_SAMPLERS = ("sync_weighted", "independent_weighted", "override")
 """Samplers that use override_frac."""
@@ -38,8 +45,13 @@ class DataConfig(StrictConfig):
     """Folder written by `depthdial prepare`."""
     corpus: str | None = None
     """Name of a built-in corpus; it is prepared once into `cache_dir`."""
-    task: Literal["pointer_program"] | None = None
-    """Name of a synthetic task."""
+    task: Literal["pointer_program", "pointer_chain"] | None = None
+    """Name of a synthetic task: programs of its own words, or chains in the letters of the
+    tokenizer that train.init brings."""
+    num_chains: PositiveInt | None = None
+    """Chains of a row; only with pointer_chain, which needs it."""
+    chain_length: PositiveInt | None = None
+    """Letters of a chain; only with pointer_chain, which needs it."""
     context: PositiveInt
     """Tokens per row."""
     tokenizer_vocab: PositiveInt | None = None
@@ -59,6 +71,9 @@ class DataConfig(StrictConfig):
             )
         if self.corpus is None and self.tokenizer_vocab is not None:
             raise ValueError("tokenizer_vocab goes with corpus, and corpus needs it.")
+        for name, value in (("num_chains", self.num_chains), ("chain_length", self.chain_length)):
+            if (self.task == "pointer_chain") != (value is not None):
+                raise ValueError(f"{name} goes with task='pointer_chain', which needs it.")
         if self.task is not None and not self.isolate_documents:
             raise ValueError(f"isolate_documents has no effect with task='{self.task}'.")
         return self
@@ -71,7 +86,11 @@ class DepthConfig(StrictConfig):
     """fixed; sync_*: one draw for all slices; independent_*: one per slice; override: one majority
     draw, and a rotating fraction of the slices runs one loop (ELR section 4). poisson_lognormal:
     1 + Poisson(LogNormal), one draw for all slices (arXiv 2502.05171); poisson_truncated: at
-    least 1 of Poisson, one draw per slice (arXiv 2604.12946). Both stop at model.max_loops."""
+    least 1 of Poisson, one draw per slice (arXiv 2604.12946). Both stop at model.max_loops.
+    listed: an entry of listed_loops, one draw for all slices."""
+    listed_loops: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Loop counts of the listed sampler, one as likely as another, repeats allowed: 2, 2, 3, 4
+    runs two loops half of the time. Only with it."""
     fixed_loops: PositiveInt | None = None
     """Loop count of the fixed sampler; only with it."""
     mean_loops: PositiveInt | None = None
@@ -82,7 +101,7 @@ class DepthConfig(StrictConfig):
     """Fixed slices of the global batch; each runs one loop count."""
     depth_scope: Literal["step", "slice_group"] = "step"
     """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices
-    (sync_*, override, poisson_lognormal). The override rotates over all slices of the step."""
+    (sync_*, override, poisson_lognormal, listed). The override rotates over all slices of the step."""
     slices_per_draw: PositiveInt | None = None
     """Slices that share one majority draw; only with slice_group."""
     backprop_loops: PositiveInt | None = None
@@ -231,6 +250,10 @@ def _check_depth(depth: DepthConfig) -> None:
     sampler = depth.sampler
     if (sampler == "fixed") != (depth.fixed_loops is not None):
         raise ValueError("fixed_loops goes with sampler='fixed', and that sampler needs it.")
+    if (sampler == "listed") != (depth.listed_loops is not None):
+        raise ValueError("listed_loops goes with sampler='listed', and that sampler needs it.")
+    if sampler == "listed" and depth.curriculum != "none":
+        raise ValueError(f"curriculum='{depth.curriculum}' has no effect with sampler='listed'.")
     if (sampler in POISSON_SAMPLERS) != (depth.mean_loops is not None):
         raise ValueError(
             f"mean_loops goes with the samplers {' and '.join(POISSON_SAMPLERS)}, and they need it."

@@ -47,6 +47,7 @@ class DepthSchedule:
     sampler: SamplerName
     max_loops: int
     fixed_loops: int | None = None
+    listed_loops: tuple[int, ...] | None = None
     override_frac: float = 0.0
     seed: int = 0
     switch_step: int = 0
@@ -69,6 +70,7 @@ class DepthSchedule:
             sampler=config.sampler,
             max_loops=max_loops,
             fixed_loops=config.fixed_loops,
+            listed_loops=config.listed_loops,
             override_frac=config.override_frac,
             seed=seed,
             switch_step=int(_decimal(config.switch_frac) * total_steps),
@@ -94,6 +96,15 @@ class DepthSchedule:
         if self.fixed_loops is not None and not 1 <= self.fixed_loops <= self.max_loops:
             raise ValueError(
                 f"fixed_loops={self.fixed_loops} must lie in 1..max_loops={self.max_loops}."
+            )
+        if (self.sampler == "listed") != (self.listed_loops is not None):
+            raise ValueError("listed_loops goes with sampler='listed', and that sampler needs it.")
+        if self.listed_loops is not None and not all(
+            1 <= k <= self.max_loops for k in self.listed_loops or (0,)
+        ):
+            raise ValueError(
+                f"listed_loops={list(self.listed_loops)} must name loop counts in "
+                f"1..max_loops={self.max_loops}."
             )
         if self.override_frac and self.sampler not in FRACTION_SAMPLERS:
             raise ValueError(
@@ -158,6 +169,11 @@ def num_loops_at(schedule: DepthSchedule, *, step: int, slice_idx: int, num_slic
         draw_idx=draw_idx(schedule, slice_idx),
         count=BITS_PER_DRAW,
     )
+    if schedule.listed_loops is not None:
+        choice = _loops_from_bits(
+            bits[0], max_loops=len(schedule.listed_loops), forced_share=Fraction(0)
+        )
+        return schedule.listed_loops[choice - 1]
     if schedule.poisson_sampler is not None:
         return poisson_loops(
             bits,
@@ -258,6 +274,8 @@ def _probabilities(schedule: DepthSchedule) -> Sequence[Fraction] | Sequence[flo
 
 def _drawn_probabilities(schedule: DepthSchedule) -> list[Fraction]:
     """Exact p_k of the drawing samplers."""
+    if (listed := schedule.listed_loops) is not None:
+        return [Fraction(listed.count(k), len(listed)) for k in range(1, schedule.max_loops + 1)]
     forced_share, num_choices = schedule.exact_frac, schedule.max_loops
     drawn = (1 - forced_share) / num_choices
     return [drawn + forced_share] + [drawn] * (num_choices - 1)

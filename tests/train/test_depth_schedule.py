@@ -42,6 +42,8 @@ def schedule_of(sampler, **changes):
         values["override_frac"] = FRAC
     if sampler == "fixed":
         values["fixed_loops"] = 3
+    if sampler == "listed":
+        values["listed_loops"] = (2, 2, 3, 4)
     return DepthSchedule(**(values | changes))
 
 
@@ -54,6 +56,7 @@ def schedule_of(sampler, **changes):
         ("independent_uniform", UNIFORM, INDEPENDENT_TOLERANCE),
         ("independent_weighted", WEIGHTED, INDEPENDENT_TOLERANCE),
         ("override", WEIGHTED, (0.015, 0.04)),
+        ("listed", (0.0, 0.5, 0.25, 0.25), SYNC_TOLERANCE),
     ],
 )
 def test_b27_marginals_and_mean_of_every_sampler_follow_its_formula(sampler, expected, tolerance):
@@ -300,3 +303,14 @@ def test_slices_must_divide_into_draw_groups():
     schedule = schedule_of("override", depth_scope="slice_group", slices_per_draw=3)
     with pytest.raises(ValueError, match="num_slices=8 is not a multiple of slices_per_draw=3"):
         num_loops_at(schedule, step=0, slice_idx=0, num_slices=8)
+
+
+def test_listed_loops_are_refused_beyond_the_largest_and_without_their_sampler():
+    with pytest.raises(ValueError, match=r"listed_loops=\[2, 5\] must name loop counts in 1..max"):
+        schedule_of("listed", listed_loops=(2, 5))
+    with pytest.raises(ValueError, match="listed_loops goes with sampler='listed'"):
+        schedule_of("sync_uniform", listed_loops=(1, 2))
+    with pytest.raises(ValueError, match="listed_loops goes with sampler='listed'"):
+        DepthConfig(sampler="listed")
+    with pytest.raises(ValueError, match="curriculum='linear' has no effect"):
+        DepthConfig(sampler="listed", listed_loops=(1, 2), curriculum="linear", curriculum_frac=0.5)
