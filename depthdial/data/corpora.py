@@ -74,6 +74,18 @@ def read_corpus(name: str) -> list[Document]:
     return list(_corpus(name).read())
 
 
+def read_split(name: str, split: str) -> list[Document]:
+    """The documents of one split of a named corpus, as `prepare_corpus` splits it.
+
+    Raises: as `read_corpus`; ValueError for a split besides train and valid.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split '{split}' is unknown; choose {' or '.join(SPLITS)}.")
+    documents = read_corpus(name)
+    valid = _corpus(name).choose_valid([document.name for document in documents])
+    return [document for document in documents if (document.name in valid) == (split == "valid")]
+
+
 def prepare_corpus(
     name: str,
     cache_dir: str | Path,

@@ -47,6 +47,14 @@ def test_annual_messages_are_split_by_year():
     assert {int(name[:4]) for name in valid} == set(range(1799, 1930, 10))
 
 
+def test_a_split_is_read_as_it_is_prepared():
+    train, valid = (corpora.read_split("annual-messages", split) for split in SPLITS)
+    assert {int(d.name[:4]) for d in valid} == set(range(1799, 1930, 10))
+    assert len(train) + len(valid) == len(read_corpus("annual-messages"))
+    with pytest.raises(ValueError, match="split 'test' is unknown; choose train or valid"):
+        corpora.read_split("annual-messages", "test")
+
+
 def test_standard_library_is_a_large_corpus_in_a_fixed_order():
     documents = read_corpus("stdlib")
     names = [document.name for document in documents]
