@@ -178,7 +178,16 @@ def _check_loops(max_loops: int, depth: DepthConfig, objective: ObjectiveConfig)
                     f"{name}={given} has no effect with model.max_loops=1: every slice runs one "
                     "loop."
                 )
-    for name, given in (("fixed_loops", depth.fixed_loops), ("mean_loops", depth.mean_loops)):
+    if objective.trajectory is not None and depth.fixed_loops == 1:
+        raise ValueError(
+            "objective.trajectory has no effect with depth.fixed_loops=1: a path of one loop has "
+            "no shorter one."
+        )
+    for name, given in (
+        ("fixed_loops", depth.fixed_loops),
+        ("mean_loops", depth.mean_loops),
+        ("listed_loops", max(depth.listed_loops or (0,))),
+    ):
         if given is not None and given > max_loops:
             raise ValueError(f"depth.{name}={given} exceeds model.max_loops={max_loops}.")
     if depth.backprop_loops is not None and depth.backprop_loops >= max_loops > 1:

@@ -47,7 +47,7 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
         train = PointerPrograms(seed, context=config.context, split="train")
         valid = PointerPrograms(VALIDATION_SEED, context=config.context, split="valid")
         data = TrainData(train, valid, pointer_tokenizer(), None)
-        prepared_with = tokenizer_sha256(data.tokenizer)
+        prepared_with, closed_by = tokenizer_sha256(data.tokenizer), None
     else:
         folder = prepared_folder(recipe, tokenizer=tokenizer)
         shards = {split: TokenShards.open(folder, split) for split in ("train", "valid")}
@@ -62,12 +62,13 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
         )
         data = TrainData(train, valid, tokenizer or Tokenizer.from_dir(folder), folder)
         prepared_with = shards["train"].meta["tokenizer_sha256"]
+        closed_by = shards["train"].eos_id
         if tokenizer is None and train.vocab_size != data.tokenizer.vocab_size:
             raise ValueError(
                 f"{folder}: the token files were made with {train.vocab_size} tokens, its "
                 f"tokenizer.json has {data.tokenizer.vocab_size}. Prepare the folder again."
             )
-    _check_ids(recipe, data, tokenizer, prepared_with=prepared_with)
+    _check_ids(recipe, data, tokenizer, prepared_with=prepared_with, closed_by=closed_by)
     return data
 
 
@@ -95,9 +96,17 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> str:
 
 
 def _check_ids(
-    recipe: Recipe, data: TrainData, tokenizer: Tokenizer | None, *, prepared_with: str
+    recipe: Recipe,
+    data: TrainData,
+    tokenizer: Tokenizer | None,
+    *,
+    prepared_with: str,
+    closed_by: int | None,
 ) -> None:
-    """The ids of the data are ids of the model."""
+    """The ids of the data are ids of the model.
+
+    Args: prepared_with: hash of the tokenizer; closed_by: token after each document, if any.
+    """
     vocab_size, limit = data.tokenizer.vocab_size, recipe.model.vocab_size
     if tokenizer is None:
         if vocab_size != limit:
@@ -116,6 +125,14 @@ def _check_ids(
         source = data.folder or f"task '{recipe.data.task}'"
         raise ValueError(
             f"{source} was made with another tokenizer than train.init={recipe.train.init}, so "
-            "its token ids mean other text. Prepare the text with `depthdial prepare ... "
-            f"--tokenizer {recipe.train.init}`."
+            f"its token ids mean other text. {_prepare_hint(recipe)}"
         )
+    if closed_by is not None and closed_by != tokenizer.eos_id:
+        raise ValueError(
+            f"{data.folder} closes documents with token {closed_by}, the model in train.init="
+            f"{recipe.train.init} with {tokenizer.eos_id}. {_prepare_hint(recipe)}"
+        )
+
+
+def _prepare_hint(recipe: Recipe) -> str:
+    return f"Prepare the text with `depthdial prepare ... --tokenizer {recipe.train.init}`."

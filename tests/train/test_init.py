@@ -298,6 +298,17 @@ def test_text_of_another_tokenizer_is_refused_with_the_command(recipe, tmp_path)
         open_data(recipe(**{"data.path": str(tmp_path / "prepared")}))
 
 
+def test_text_whose_documents_end_otherwise_is_refused(recipe, base, tmp_path):
+    """The same vocabulary with another end-of-text token."""
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["eos_token"] = "a"
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"closes documents with token 0, .* --tokenizer"):
+        open_data(recipe(**{"train.init": str(other)}))
+
+
 def test_a_task_of_other_words_is_refused(recipe):
     with pytest.raises(ValueError, match="task 'pointer_program' was made with another tokenizer"):
         open_data(recipe(**{"data.path": None, "data.task": "pointer_program"}))
@@ -319,6 +330,8 @@ def test_a_named_corpus_is_prepared_with_the_tokenizer_of_the_folder(recipe, tok
         ({"data.path": None, "data.corpus": "stdlib", "data.tokenizer_vocab": 300}, "no effect"),
         ({"train.init": None, "objective": {"distill": {"weight": 1.0}}}, "needs a teacher"),
         ({"depth.backprop_loops": 3}, "no row runs more loops"),
+        ({"objective": {"trajectory": {}}, "depth": {"sampler": "fixed", "fixed_loops": 1}},
+         "depth.fixed_loops=1"),
         ({"model.max_loops": 1, "depth.override_frac": 0.0, "depth.backprop_loops": 1},
          "no effect with model.max_loops=1"),
         ({"objective": {"trajectory": {"short_weight": 0.0, "consistency_weight": 0.0}}},
