@@ -28,8 +28,8 @@ def import_parser() -> jsonargparse.ArgumentParser:
         description="Turn a published checkpoint into a model folder that every command opens.\n"
         "The source is only read; every tensor and config key is accounted for, or\n"
         "nothing is written.\n\n"
-        "  depthdial import checkpoints/ouro-1.4b models/ouro\n"
-        "  depthdial import SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2 --dtype bf16",
+        "  depthdial import checkpoints/looped-1.4b models/looped\n"
+        "  depthdial import checkpoints/small.Q4_1.gguf models/small --dtype bf16",
     )
     parser.add_argument("source", metavar="SRC", help="folder, .gguf file, or hub id org/name")
     parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
@@ -70,7 +70,8 @@ def export_parser() -> jsonargparse.ArgumentParser:
         usage="DIR --as FAMILY DST [--overwrite]",
         description="Write a model in a published format. A model that was imported from it gets\n"
         "its own config, files and tokenizer back.\n\n"
-        "  depthdial export models/ouro --as ouro exports/ouro",
+        "  depthdial export models/looped --as FAMILY exports/looped\n\n"
+        "`depthdial inspect models/looped` names the family that a model came from.",
     )
     parser.add_argument("model", metavar="DIR", help="run, checkpoint or model folder")
     parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")

@@ -42,7 +42,7 @@ def inspect_parser() -> jsonargparse.ArgumentParser:
         usage="PATH [--num-loops K ...]",
         description="What a model is: partition, loops, parameters, cache, text, and what is in\n"
         "the way of importing it. Weights are not loaded.\n\n"
-        "  depthdial inspect checkpoints/ouro-1.4b\n"
+        "  depthdial inspect checkpoints/looped-1.4b\n"
         "  depthdial inspect runs/tiny-text",
     )
     parser.add_argument(

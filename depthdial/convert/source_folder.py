@@ -29,9 +29,8 @@ from depthdial.convert.hf_maps import (
 )
 from depthdial.convert.tensor_files import TensorFiles, TensorSpec
 from depthdial.convert.text_files import MAX_CONFIG_BYTES, read_json_object
-from depthdial.model.checkpoint import CONFIG_FILE
+from depthdial.model.checkpoint import CONFIG_FILE, empty_model
 from depthdial.model.count import count_parameters
-from depthdial.model.looped_lm import LoopedLM
 
 MAX_LAYERS = MAX_LOOPS = 10_000
 MAX_CONTEXT = 2**24
@@ -128,6 +127,8 @@ def read_family(values: dict[str, Any], *, family: str | None = None) -> tuple[F
 
     Raises: ValueError for an unknown family or key, or a value that this runtime cannot do.
     """
+    if values.get("model_type") == ModelConfig.model_fields["model_type"].default:
+        raise ValueError("this is a model folder of depthdial already; open it as it is.")
     known = detect(values) if family is None else family_named(family)
     source = SourceConfig(values)
     config = known.read(source)
@@ -158,8 +159,7 @@ def our_specs(rules: Iterable[TensorRule], shape_only: Get) -> dict[str, TensorS
 
 def check_specs(config: ModelConfig, specs: Mapping[str, TensorSpec]) -> None:
     """Our tensors are exactly those of the model. Raises: ValueError naming those that are not."""
-    with torch.device("meta"):
-        expected = {name: tuple(t.shape) for name, t in LoopedLM(config).state_dict().items()}
+    expected = {name: tuple(t.shape) for name, t in empty_model(config).state_dict().items()}
     given = {name: spec.shape for name, spec in specs.items()}
     problems = [
         f"'{name}' has {_shown(given.get(name))}, the config asks for {_shown(expected.get(name))}"

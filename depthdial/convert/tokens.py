@@ -39,6 +39,7 @@ CARRIED_FILES = (
     "merges.txt",
 )
 """Everything that published checkpoints keep beside their weights for text."""
+MAX_TOKENIZER_BYTES = 256 * 2**20
 ROLES = ("bos", "eos", "pad")
 SPECIAL_ROLES = (*ROLES, "unk", "sep", "cls", "mask")
 
@@ -185,8 +186,14 @@ def find_template(folder: Path) -> str | None:
 
 
 def _tokenizer_of(folder: Path) -> tuple[Tokenizer | None, list[str]]:
-    if (folder / TOKENIZER_FILE).is_file():
-        return Tokenizer.from_file(folder / TOKENIZER_FILE), []
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ValueError(
+                f"{path} has {path.stat().st_size:,} bytes; a tokenizer has at most "
+                f"{MAX_TOKENIZER_BYTES:,}. It is damaged."
+            )
+        return Tokenizer.from_file(path), []
     others = [name for name in CARRIED_FILES[7:] if (folder / name).is_file()]
     why = f"only {', '.join(others)}" if others else "no tokenizer files"
     todo = (

@@ -9,17 +9,26 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from depthdial.config import ModelConfig
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.tensor_header import read_header
 
 CONFIG_FILE = "config.json"
+RANDOM_INITIALISERS = (
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.kaiming_uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+)
 WEIGHTS_FILE = "model.safetensors"
 
 
@@ -67,12 +76,32 @@ def load_model(folder: str | Path, *, device: str = "cpu") -> LoopedLM:
     folder = Path(folder)
     config = read_config(folder)
     tensors = read_tensors(folder / WEIGHTS_FILE)
-    with torch.device("meta"):
-        model = LoopedLM(config)
+    model = empty_model(config)
     expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     _check_tensors(expected, tensors, folder)
     model.load_state_dict(tensors, assign=True)
     return model.to(device)
+
+
+def empty_model(config: ModelConfig) -> LoopedLM:
+    """A model of shapes alone, on the meta device: it costs neither memory nor initial values."""
+    with torch.device("meta"), _WithoutInitialValues():
+        return LoopedLM(config)
+
+
+class _WithoutInitialValues(TorchFunctionMode):
+    """Leaves out random initial values.
+
+    On the meta device they have no effect, but drawing them imports the compiler of torch, which
+    takes longer than opening a model.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in RANDOM_INITIALISERS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def read_config(folder: str | Path) -> ModelConfig:

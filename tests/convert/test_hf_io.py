@@ -263,6 +263,12 @@ def test_an_unknown_family_is_refused_with_the_nearest(tmp_path):
         import_checkpoint(GOLDEN / "llama", tmp_path / "a", family="lama")
 
 
+def test_a_model_folder_of_our_own_needs_no_import(tmp_path):
+    import_checkpoint(GOLDEN / "llama", tmp_path / "a")
+    with pytest.raises(ValueError, match="is a model folder of depthdial already"):
+        import_checkpoint(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_dtype_without_effect_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no effect on .* keep their format"):
         import_checkpoint(GOLDEN / "llama", tmp_path / "a", dtype=torch.bfloat16)

@@ -328,6 +328,12 @@ def test_a_folder_without_a_config_is_no_checkpoint(source):
     refused(source, "has no config.json", FileNotFoundError)
 
 
+def test_a_huge_tokenizer_is_refused_unread(source):
+    with (source / "tokenizer.json").open("wb") as file:
+        file.truncate(257 * MiB)
+    refused(source, "a tokenizer has at most 268,435,456")
+
+
 def test_a_huge_tokenizer_config_is_refused(source):
     with (source / "tokenizer_config.json").open("wb") as file:
         file.truncate(65 * MiB)

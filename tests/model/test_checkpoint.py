@@ -3,6 +3,8 @@
 import json
 import pickle
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,16 @@ import torch
 
 from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.model import checkpoint
-from depthdial.model.checkpoint import load_model, read_config, read_tensors, save_model
+from depthdial.model.checkpoint import (
+    empty_model,
+    load_model,
+    read_config,
+    read_tensors,
+    save_model,
+)
 from depthdial.model.looped_lm import LoopedLM
 
+ROOT = Path(__file__).parents[2]
 VOCAB = 23
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -111,6 +120,43 @@ def test_a_grafted_model_comes_back_with_its_modulation(tmp_path):
     assert all(torch.equal(loaded[name], t) for name, t in model.state_dict().items())
 
 
+# ---- cost
+
+
+def anonymous_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is a number of Linux")
+def test_reading_every_byte_of_an_opened_model_takes_no_memory_of_its_own(tmp_path):
+    """Weights are pages of the file; a copy would need their size."""
+    save_model(LoopedLM(config(vocab_size=500_000)), tmp_path)
+    load_model(tmp_path)
+    before = anonymous_bytes()
+    model = load_model(tmp_path)
+    assert sum(float(p.detach().sum()) for p in model.parameters()) != 0
+    size = (tmp_path / WEIGHTS).stat().st_size
+    assert size > 60e6 and anonymous_bytes() - before < size / 10
+
+
+def test_opening_a_model_imports_no_compiler(folder):
+    """Random initial values on the meta device imported one, which took two seconds."""
+    code = (
+        "import sys; from depthdial.model.checkpoint import load_model; "
+        f"load_model({str(folder)!r}); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_an_empty_model_has_the_shapes_of_a_real_one_and_no_values():
+    real, empty = LoopedLM(config()), empty_model(config())
+    assert {n: t.shape for n, t in empty.state_dict().items()} == {
+        n: t.shape for n, t in real.state_dict().items()
+    }
+    assert {t.device.type for t in empty.state_dict().values()} == {"meta"}
+
+
 # ---- strict reading
 
 
@@ -197,6 +243,25 @@ def test_any_flipped_byte_of_the_header_is_refused_or_harmless(folder):
             else:
                 assert all(torch.equal(loaded[name], t) for name, t in expected.items()), position
     assert refused > header_bytes // 41
+
+
+@pytest.mark.parametrize(
+    ("claim", "match"),
+    [({"data_offsets": [0, 2**60]}, "needs"), ({"dtype": "F8_E4M3"}, "F8_E4M3")],
+)
+def test_a_false_header_is_refused_before_the_file_is_mapped(folder, monkeypatch, claim, match):
+    def mapped(path):
+        raise AssertionError("the file was mapped")
+
+    data = (folder / WEIGHTS).read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    header["final_norm.weight"] |= claim
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    monkeypatch.setattr(safetensors.torch, "load_file", mapped)
+    with pytest.raises(ValueError, match=match):
+        load_model(folder)
 
 
 def test_missing_folder_is_refused(tmp_path):
