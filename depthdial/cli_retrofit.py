@@ -30,8 +30,8 @@ def convert_parser() -> jsonargparse.ArgumentParser:
         description="Turn a dense model into one that loops some of its layers, or a model that\n"
         "loops a fixed number of times into an elastic one. The result is compared with\n"
         "the base, and not written if it is not what the method promises.\n\n"
-        "  depthdial convert models/smollm2 models/elastic --method later-deltas\n"
-        "  depthdial convert models/smollm2 models/elastic --method elr-graft --core 10:20\n\n"
+        "  depthdial convert models/dense models/elastic --method later-deltas\n"
+        "  depthdial convert models/dense models/elastic --method elr-graft --core 10:20\n\n"
         f"methods:\n{_wrapped_methods()}",
     )
     parser.add_argument("base", metavar="BASE", help="run, checkpoint, model folder, or hub id")

@@ -191,7 +191,7 @@ METHODS: dict[str, Method] = {
         "1e-4 at full rank with own norms; none below it or with tied norms",
     ),
     "retrofitted-recurrence": Method(
-        "layers may be dropped; every loop reads the prelude through an adapter [0|I]",
+        "every loop reads the prelude through an adapter [0|I]; may drop layers",
         RecurrenceOptions,
         "every k",
         "1e-4; none where layers are dropped",
@@ -203,7 +203,7 @@ METHODS: dict[str, Method] = {
         "none: the gate starts nearly closed in most channels",
     ),
     "decay-gate-ungated-first": Method(
-        "the same gate, open in the first pass, nearly open at the start in later ones",
+        "the same gate, open in the first pass and nearly open in later ones",
         DecayGateOptions,
         "k = 1",
         "bit for bit",
@@ -227,7 +227,7 @@ METHODS: dict[str, Method] = {
         "bit for bit",
     ),
     "elastic-fixed": Method(
-        "for a model that loops already: gate and conditioning that start as identity",
+        "for a model that loops: gate and conditioning that start as identity",
         ElasticFixedOptions,
         "the base's own k",
         "1e-4",

@@ -188,6 +188,8 @@ def _knee(falling: Sequence[float]) -> int:
     values = np.asarray(falling, dtype=np.float64)
     if len(values) < 2 or values[0] <= values[-1]:
         return 0
+    if len(values) == 2:
+        return 1
     heights = (values - values[-1]) / (values[0] - values[-1])
     return int(np.argmax(np.linspace(1, 0, len(values)) - heights))
 
