@@ -5,12 +5,12 @@
     model.generate(**tokenizer("Fellow citizens", return_tensors="pt"), num_loops=2)
 
 This is the one module of the package whose import has an effect. The classes are in `hf_config.py`
-(config), `hf_model.py` (model) and `hf_cache.py` (cache). Written for transformers 5.18 to 5.29;
-what differs inside that range: a cache is called `cache` since 5.24 and `past_key_values` before,
-in outputs and arguments. What we rely on beyond the public interface: generation calls
-`_prepare_cache_for_generation` once and `_update_model_kwargs_for_generation` after every call of
-the model, and slices inputs by `Cache.get_seq_length()`; loading puts `base_model_prefix` before
-names that lack it.
+(config), `hf_model.py` (model; arguments of a call in `hf_call.py`) and `hf_cache.py` (cache).
+Written for transformers 5.18 to 5.29; what differs inside that range: a cache is called `cache`
+since 5.24 and `past_key_values` before, in outputs and arguments. What we rely on beyond the
+public interface: generation calls `_prepare_cache_for_generation` once and
+`_update_model_kwargs_for_generation` after every call of the model, and slices inputs by
+`Cache.get_seq_length()`; loading puts `base_model_prefix` before names that lack it.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

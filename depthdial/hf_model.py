@@ -12,7 +12,6 @@ import os
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
@@ -20,6 +19,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthdial.config import CachePolicy
 from depthdial.hf_cache import ROLLBACK_POLICIES, DepthdialCache
+from depthdial.hf_call import (
+    RecordedStates,
+    check_given,
+    check_inputs,
+    document_numbers,
+    kept_positions,
+)
 from depthdial.hf_config import DepthdialConfig
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import NumLoops, allowed_num_loops
@@ -99,44 +105,33 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             cache.
         Raises: ValueError for what is not allowed, or has no effect.
         """
-        if inputs_embeds is not None or input_ids is None:
-            raise ValueError(
-                "give input_ids: a looped model reads token ids; inputs_embeds is not taken."
-            )
-        if output_attentions:
-            raise ValueError(
-                "output_attentions=True: attention weights are not kept. Hidden states are "
-                "(output_hidden_states=True)."
-            )
-        loops = self._loops(num_loops, batch_size=input_ids.shape[0])
+        tokens_BT = check_inputs(input_ids, attention_mask, inputs_embeds, output_attentions)
+        loops = self._loops(num_loops, batch_size=tokens_BT.shape[0])
         cache = self._cache_of_call(cache, past_key_values, use_cache, cache_policy)
         mask_BT, loop_cache = attention_mask, None
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; give the padding mask "
-                "[rows, columns]. Masks of other kinds are not taken."
-            )
         if cache is not None:
-            loop_cache, mask_BT = cache.open(input_ids, attention_mask)
+            loop_cache, mask_BT = cache.open(tokens_BT, attention_mask)
         is_packed = position_ids is not None and attention_mask is None and cache is None
         begun = self.model.begin(
-            input_ids,
+            tokens_BT,
             num_loops=loops,
             cache=loop_cache,
-            positions_BT=None if position_ids is None else position_ids.expand(input_ids.shape),
+            positions_BT=None if position_ids is None else position_ids.expand(tokens_BT.shape),
             padding_mask_BT=mask_BT,
-            document_ids_BT=_documents(position_ids, input_ids.shape) if is_packed else None,
+            document_ids_BT=document_numbers(position_ids, tokens_BT.shape) if is_packed else None,
         )
-        states = _States(begun.h_in_BTD) if self._wants_states(output_hidden_states) else None
+        states = (
+            RecordedStates(begun.h_in_BTD) if self._wants_states(output_hidden_states) else None
+        )
         state_BTD = self.model.final_state(
             begun, num_loops=loops, step_sizes=step_sizes, on_loop=states
         )
         x_BTD = self.model.finish(state_BTD, begun, num_loops=loops)
         if cache is not None:
-            cache.close((input_ids.shape[0], input_ids.shape[1]), mask_BT)
-        logits_BTV = self.model.head(_kept(x_BTD, logits_to_keep))
+            cache.close((tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
+        logits_BTV = self.model.head(kept_positions(x_BTD, logits_to_keep))
         output = CausalLMOutputWithPast(
-            loss=self._loss(logits_BTV, labels, input_ids),
+            loss=self._loss(logits_BTV, labels, tokens_BT),
             logits=logits_BTV,
             hidden_states=None if states is None else (*states.states, x_BTD),
             **{CACHE_FIELD: cache},
@@ -171,7 +166,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         if given is None and use_cache:
             return DepthdialCache(self.config.looped, policy=cache_policy)
         is_used = given is not None if use_cache is None else use_cache
-        _check_given(given, policy=cache_policy, is_used=is_used)
+        check_given(given, policy=cache_policy, is_used=is_used)
         return given
 
     def _loss(self, logits_BTV: Tensor, labels: Tensor | None, input_ids: Tensor) -> Tensor | None:
@@ -207,7 +202,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             )
         self._check_context(generation_config, model_kwargs.get("attention_mask"))
         is_used = generation_config.use_cache is not False
-        _check_given(cache, policy=policy, is_used=is_used)
+        check_given(cache, policy=policy, is_used=is_used)
         if cache is None and is_used:
             capacity = self._capacity(generation_config)
             cache = DepthdialCache(self.config.looped, capacity=capacity, policy=policy)
@@ -341,52 +336,3 @@ def _with_prefix(
     for name in [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]:
         if not name.startswith(PREFIX):
             state_dict[prefix + PREFIX + name] = state_dict.pop(prefix + name)
-
-
-class _States:
-    """Observer of the loops that keeps every state, rows in user order."""
-
-    def __init__(self, h_in_BTD: Tensor) -> None:
-        self.states = [h_in_BTD]
-
-    def __call__(self, loop_idx: int, state_BTD: Tensor, rows: Tensor | None) -> None:
-        if rows is not None:
-            places = rows.to(state_BTD.device)
-            state_BTD = self.states[-1].index_copy(0, places, state_BTD)
-        self.states.append(state_BTD)
-
-
-def _check_given(
-    cache: DepthdialCache | None, *, policy: CachePolicy | None, is_used: bool
-) -> None:
-    """Refuse a cache of another kind, and a policy that would have no effect."""
-    if cache is not None and not isinstance(cache, DepthdialCache):
-        raise ValueError(
-            f"the cache is a {type(cache).__name__}; a looped model needs one entry per loop: "
-            "DepthdialCache(model.config.looped)."
-        )
-    if cache is not None and not is_used:
-        raise ValueError("a cache and use_cache=False contradict each other; leave one out.")
-    if policy is not None and not is_used:
-        raise ValueError(f"cache_policy='{policy}' has no effect without a cache (use_cache=True).")
-    if policy is not None and cache is not None and policy != cache.policy:
-        raise ValueError(
-            f"cache_policy='{policy}', but the cache that was given follows '{cache.policy}'."
-        )
-
-
-def _documents(position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Document number of each token [B, T], from positions that start again; None for one."""
-    assert position_ids is not None, "documents are read from positions"
-    starts_BT = position_ids[:, 1:] - position_ids[:, :-1] != 1
-    if not bool(starts_BT.any()):
-        return None
-    numbers_BT = nn.functional.pad(starts_BT.long().cumsum(dim=1), (1, 0))
-    return numbers_BT.expand(shape)
-
-
-def _kept(x_BTD: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The positions to read out."""
-    if isinstance(logits_to_keep, int):
-        return x_BTD[:, -logits_to_keep:]
-    return x_BTD[:, logits_to_keep]
