@@ -1,7 +1,8 @@
 """Configuration models: strict, frozen, read from JSON or YAML dictionaries.
 
 This is the name to import; the parts are `config_model.py` (a model), `config_recipe.py` (a
-training run), `config_checks.py` (rules between fields), `config_base.py` and `config_text.py`.
+training run), `config_training.py` (its parts), `config_checks.py` (rules between fields),
+`config_base.py` and `config_text.py`.
 Derived numbers (parameters, FLOPs, cache bytes) are functions in `model/count.py`.
 """
 
@@ -32,10 +33,13 @@ from depthdial.config_model import (
 from depthdial.config_recipe import (
     DataConfig,
     DepthConfig,
+    DistillConfig,
+    ObjectiveConfig,
     OptimConfig,
     Recipe,
     SamplerName,
     TrainConfig,
+    TrajectoryConfig,
 )
 
 __all__ = [
@@ -49,11 +53,13 @@ __all__ = [
     "CachePolicy",
     "DataConfig",
     "DepthConfig",
+    "DistillConfig",
     "InjectionName",
     "LoopConfig",
     "ModelConfig",
     "ModulationConfig",
     "NGPTConfig",
+    "ObjectiveConfig",
     "OptimConfig",
     "Recipe",
     "RopeScaling",
@@ -62,6 +68,7 @@ __all__ = [
     "StrictConfig",
     "TimeModulationConfig",
     "TrainConfig",
+    "TrajectoryConfig",
     "UpdateName",
     "VisitDeltaConfig",
     "check_cache_policy",

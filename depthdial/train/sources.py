@@ -13,7 +13,8 @@ from pathlib import Path
 from depthdial.config import Recipe
 from depthdial.data.corpora import prepare_corpus
 from depthdial.data.packing import PackedText, RowSource
-from depthdial.data.shards import TokenShards
+from depthdial.data.pointer_chains import PointerChains
+from depthdial.data.shards import SPLITS, TokenShards
 from depthdial.data.synthetic import PointerPrograms, pointer_tokenizer
 from depthdial.data.tokenizer import Tokenizer
 
@@ -43,7 +44,14 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
     config, seed = recipe.data, recipe.train.seed
     if tokenizer is None:
         tokenizer = init_tokenizer(recipe)
-    if config.task is not None:
+    if config.task == "pointer_chain":
+        if tokenizer is None:
+            raise ValueError(
+                "data.task='pointer_chain' is written in a model's letters, so it needs train.init."
+            )
+        data = TrainData(*pointer_chains(recipe, tokenizer), tokenizer, None)
+        prepared_with, closed_by = tokenizer_sha256(tokenizer), None
+    elif config.task is not None:
         train = PointerPrograms(seed, context=config.context, split="train")
         valid = PointerPrograms(VALIDATION_SEED, context=config.context, split="valid")
         data = TrainData(train, valid, pointer_tokenizer(), None)
@@ -70,6 +78,31 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
             )
     _check_ids(recipe, data, tokenizer, prepared_with=prepared_with, closed_by=closed_by)
     return data
+
+
+def pointer_chains(recipe: Recipe, tokenizer: Tokenizer) -> tuple[PointerChains, PointerChains]:
+    """Training and validation rows of chains.
+
+    Raises: ValueError if data.context is not the length of a row.
+    """
+    config = recipe.data
+    assert config.num_chains is not None and config.chain_length is not None, "config checked this"
+    train, valid = (
+        PointerChains(
+            tokenizer,
+            recipe.train.seed if split == "train" else VALIDATION_SEED,
+            num_chains=config.num_chains,
+            chain_length=config.chain_length,
+            split=split,
+        )
+        for split in SPLITS
+    )
+    if config.context != train.context:
+        raise ValueError(
+            f"data.context={config.context}, but {config.num_chains} chains of "
+            f"{config.chain_length} letters are rows of {train.context} tokens; set it to that."
+        )
+    return train, valid
 
 
 def init_tokenizer(recipe: Recipe) -> Tokenizer | None:
