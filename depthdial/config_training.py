@@ -101,7 +101,7 @@ class DepthConfig(StrictConfig):
     """Fixed slices of the global batch; each runs one loop count."""
     depth_scope: Literal["step", "slice_group"] = "step"
     """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices
-    (sync_*, override, poisson_lognormal, listed). The override rotates over all slices of a step."""
+    (sync_*, override, poisson_lognormal, listed). The override rotates over all of the step."""
     slices_per_draw: PositiveInt | None = None
     """Slices that share one majority draw; only with slice_group."""
     backprop_loops: PositiveInt | None = None
