@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,14 @@ def test_every_method_is_carried_out_and_says_what_it_promises():
     for name, method in METHODS.items():
         stated = {equal for other, _, _, equal in TABLE if other == name}
         assert ("none" in method.promise) == (NONE in stated)
+
+
+def test_the_documentation_has_the_same_table():
+    text = (Path(__file__).parents[2] / "docs" / "conversions.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [
+        f"| `{name}` | {x.summary} | {x.setting} | {x.promise} |" for name, x in METHODS.items()
+    ]
 
 
 # ---- options
