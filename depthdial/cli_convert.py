@@ -70,13 +70,18 @@ def export_parser() -> jsonargparse.ArgumentParser:
         usage="DIR --as FAMILY DST [--overwrite]",
         description="Write a model in a published format. A model that was imported from it gets\n"
         "its own config, files and tokenizer back.\n\n"
-        "  depthdial export models/looped --as FAMILY exports/looped\n\n"
+        "  depthdial export models/looped --as FAMILY exports/looped\n"
+        "  depthdial export runs/tiny-text --as hf exports/tiny-text\n\n"
         "`depthdial inspect models/looped` names the family that a model came from.",
     )
     parser.add_argument("model", metavar="DIR", help="run, checkpoint or model folder")
     parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
     parser.add_argument(
-        "--as", dest="family", metavar="FAMILY", required=True, help="published format"
+        "--as",
+        dest="family",
+        metavar="FAMILY",
+        required=True,
+        help="published format; hf for a folder that transformers opens with its own code",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a model folder that is there"
@@ -87,14 +92,16 @@ def export_parser() -> jsonargparse.ArgumentParser:
 def run_export(options: Options) -> int:
     """Export one model."""
     from depthdial.api_paths import model_folder
+    from depthdial.convert.hf_export import FORMAT, export_hf
     from depthdial.convert.hf_io import export_checkpoint
 
-    report = export_checkpoint(
-        model_folder(options.model),
-        options.destination,
-        family=options.family,
-        overwrite=options.overwrite,
-    )
+    folder = model_folder(options.model)
+    if options.family == FORMAT:
+        report = export_hf(folder, options.destination, overwrite=options.overwrite)
+    else:
+        report = export_checkpoint(
+            folder, options.destination, family=options.family, overwrite=options.overwrite
+        )
     console = result_console()
     console.print(str(report.folder), style="bold", soft_wrap=True)
     rows = (

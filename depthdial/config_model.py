@@ -284,6 +284,14 @@ class ModelConfig(StrictConfig):
     exit_gate: Literal["none", "linear", "norm_linear"] = "none"
     """Readout of when to stop looping: a linear map of the state, or of its LayerNorm."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_code(cls, values: Any) -> Any:
+        """Without the names of the code files that an export adds for transformers."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key != "auto_map"}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_sublayers(self)

@@ -9,8 +9,9 @@ import torch
 from goldens import GOLDEN
 from published import add_tokenizer, copy_golden, edit_json, edit_tensors
 
+from depthdial.cli import main
 from depthdial.convert.inspection import inspect_model_folder, inspect_source
-from depthdial.model.checkpoint import save_model
+from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
 
 HAS_GGUF = importlib.util.find_spec("gguf") is not None
@@ -221,3 +222,16 @@ def test_a_checkpoint_whose_config_is_damaged_is_refused_by_name(cli, source):
     (source / "config.json").write_text(json.dumps([]))
     code, _, err = cli("inspect", source)
     assert code == 1 and "config.json must hold a JSON object" in err
+
+
+def test_a_folder_exported_for_transformers_is_opened_by_every_command(tmp_path, capsys):
+    """Its config names code files besides; they are no property of the model."""
+    model, exported = tmp_path / "model", tmp_path / "exported"
+    assert main(["import", str(GOLDEN / "llama"), str(model)]) == 0
+    assert main(["export", str(model), "--as", "hf", str(exported)]) == 0
+    assert "auto_map" in (exported / "config.json").read_text()
+    assert (exported / "modeling_depthdial.py").is_file()
+    tokens = torch.tensor([[1, 2, 3]])
+    first, second = load_model(model), load_model(exported)
+    assert torch.equal(first(tokens, num_loops=1), second(tokens, num_loops=1))
+    assert main(["inspect", str(exported)]) == 0
