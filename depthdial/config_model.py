@@ -191,6 +191,11 @@ class NGPTConfig(StrictConfig):
     """Square of the output gate's scale at the start; null for sqrt(d_model)."""
 
 
+def without_code(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config.json without `auto_map`: code for transformers, not a property."""
+    return {key: value for key, value in values.items() if key != "auto_map"}
+
+
 class ModelConfig(StrictConfig):
     """One looped language model; the same fields stand in a model directory's config.json."""
 
@@ -284,13 +289,10 @@ class ModelConfig(StrictConfig):
     exit_gate: Literal["none", "linear", "norm_linear"] = "none"
     """Readout of when to stop looping: a linear map of the state, or of its LayerNorm."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_code(cls, values: Any) -> Any:
-        """Without the names of the code files that an export adds for transformers."""
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key != "auto_map"}
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from plain JSON types, without the names of code files that an export adds."""
+        return super().from_dict(without_code(values))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from depthdial.config_base import StrictConfig, set_dotted
-from depthdial.config_model import ModelConfig
+from depthdial.config_model import ModelConfig, without_code
 from depthdial.config_text import read_mapping
 from depthdial.config_training import (
     DataConfig,
@@ -140,7 +140,7 @@ def _model_values(folder: str) -> dict[str, Any]:
             f"{path} is not the config of a model (it has no model_type). Of a run, give a folder "
             "below its checkpoints/."
         )
-    return values
+    return without_code(values)
 
 
 def _check_batch(

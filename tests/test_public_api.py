@@ -58,7 +58,7 @@ def test_signature_of_load() -> None:
 def test_signature_of_generate() -> None:
     assert parameters(Model.generate) == (
         "self, prompts, *, num_loops=, max_new_tokens=, temperature=, top_k=, top_p=, min_p=, "
-        "seed=, stop=, cache_policy="
+        "seed=, stop=, cache_policy=, exit_rule=, exit_threshold="
     )
 
 
@@ -87,6 +87,7 @@ def test_fields_of_a_model_and_a_completion() -> None:
         "finish_reason",
         "prompt_tokens",
         "completion_tokens",
+        "mean_loops",
     ]
     assert isinstance(Model.config, property)
 
