@@ -144,6 +144,10 @@ class ElasticFixedOptions(StrictConfig):
         return self
 
 
+class MergeOptions(StrictConfig):
+    """`merge-first-pass` has no options."""
+
+
 @dataclass(frozen=True)
 class Method:
     """One way to make a model elastic."""
@@ -230,6 +234,13 @@ METHODS: dict[str, Method] = {
         "for a model that loops: gate and conditioning that start as identity",
         ElasticFixedOptions,
         "the base's own k",
+        "1e-4",
+        takes_window=False,
+    ),
+    "merge-first-pass": Method(
+        "the dense model that pass 1 is, its stored differences added to the weights",
+        MergeOptions,
+        "k = 1",
         "1e-4",
         takes_window=False,
     ),

@@ -27,7 +27,14 @@ from depthdial.convert.base_model import (
     check_dense,
     read_window,
 )
-from depthdial.convert.equality import Comparison, as_json, check_promise, compare, in_float32
+from depthdial.convert.equality import (
+    Comparison,
+    as_json,
+    check_promise,
+    compare,
+    is_kept,
+    widened,
+)
 from depthdial.convert.grafts import (
     decay_gate,
     decay_gate_ungated_first,
@@ -37,6 +44,7 @@ from depthdial.convert.grafts import (
 )
 from depthdial.convert.hf_io import copy_licences
 from depthdial.convert.low_rank import joint_deltas, later_deltas, relaxed_recursive
+from depthdial.convert.merging import merge_first_pass
 from depthdial.convert.methods import method_named, read_options
 from depthdial.convert.new_folder import new_folder
 from depthdial.convert.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, hash_files
@@ -74,6 +82,7 @@ PLANS: dict[str, PlanFunction] = {
     "later-deltas": _without_seed(later_deltas),
     "joint-deltas": _without_seed(joint_deltas),
     "elastic-fixed": _without_seed(elastic_fixed),
+    "merge-first-pass": _without_seed(merge_first_pass),
 }
 """What carries out each method of `methods.METHODS`."""
 
@@ -82,12 +91,15 @@ PLANS: dict[str, PlanFunction] = {
 class Retrofitted:
     """A base converted in memory.
 
-    Fields: model: the result. plan: what the method promised. comparisons: what was measured.
+    Fields:
+        model: the result. plan: what the method promised. comparisons: what was measured.
+        compared_in: name of the dtype of these: float32, or float64 where that rounds too much.
     """
 
     model: LoopedLM
     plan: Plan
     comparisons: tuple[Comparison, ...]
+    compared_in: str
 
 
 @dataclass(frozen=True)
@@ -204,12 +216,29 @@ def retrofit(
         assert window is not None, f"'{method}' needs a window"
     plan = PLANS[method](parts, window, options, seed)
     model = with_new_modules(plan, seed=seed)
-    memo: dict[int, Tensor] = {}
-    wide_base = assembled(base.config, in_float32(parts.tensors, memo))
-    wide_model = assembled(plan.config, in_float32(model.state_dict(), memo))
-    comparisons = compare(wide_base, wide_model, tokens_BT, plan)
+    comparisons, compared_in = _compared(base, model, plan, tokens_BT)
     check_promise(method, plan, comparisons)
-    return Retrofitted(model, plan, tuple(comparisons))
+    return Retrofitted(model, plan, tuple(comparisons), compared_in)
+
+
+def _compared(
+    base: LoopedLM, model: LoopedLM, plan: Plan, tokens_BT: Tensor
+) -> tuple[list[Comparison], str]:
+    """Comparisons, and the dtype they were made in."""
+    comparisons: list[Comparison] = []
+    name = ""
+    for name, dtype in (("float32", torch.float32), ("float64", torch.float64)):
+        memo: dict[int, Tensor] = {}
+        comparisons = compare(
+            assembled(base.config, widened(base.state_dict(), dtype, memo)),
+            assembled(plan.config, widened(model.state_dict(), dtype, memo)),
+            tokens_BT,
+            plan,
+        )
+        # Logits of large models, summed in another order, differ by more in float32.
+        if plan.promises != "close" or is_kept(plan, comparisons):
+            break
+    return comparisons, name
 
 
 def with_new_modules(plan: Plan, *, seed: int) -> LoopedLM:
@@ -263,7 +292,7 @@ def _window(
             f"the base has no {TOKENIZER_FILE}, so its layers cannot be looked at on text. Give "
             "the core as a:b."
         )
-    wide = assembled(base.config, in_float32(base.state_dict(), {}))
+    wide = assembled(base.config, widened(base.state_dict(), torch.float32, {}))
     curve = measure_window(wide, tokenizer, texts=texts, num_layers=core_layers)
     return curve.proposed, curve
 
@@ -316,6 +345,7 @@ def _write_records(report: ConversionReport, folder: Path, *, source: Path, seed
         "base_sha256": hash_files(source / name for name in (CONFIG_FILE, WEIGHTS_FILE)),
         "new_parameters": sum(report.new_parameters.values()),
         "compared_on": report.compared_on,
+        "compared_in": report.result.compared_in,
         **as_json(report.result.plan, report.result.comparisons),
     }
     (folder / EQUALITY_FILE).write_text(dump_json(values), encoding="utf-8")

@@ -1,0 +1,66 @@
+"""The dense model that the first pass of an elastic one is: `merge-first-pass`.
+
+Training may begin at one loop with stored differences and go on from their sum with the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from depthdial.config import LoopConfig, VisitDeltaConfig
+from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window, check_dense
+from depthdial.convert.methods import MergeOptions
+
+PREFIX = "visit_deltas."
+
+
+def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptions) -> Plan:
+    """W + up down and the norms of the first pass's set in place of the core's own.
+
+    Raises: ValueError for a model without stored differences, or whose first pass is more than
+        the plain core.
+    """
+    deltas, loop = base.config.visit_deltas, base.config.loop
+    if deltas is None:
+        raise ValueError(
+            "merge-first-pass is for a model that stores differences by loop, and this base has no "
+            "visit_deltas: its first pass needs no merging."
+        )
+    if loop.update != "replace" and loop.gate_bypass != "first_only":
+        raise ValueError(
+            f"the first pass of this base goes through its gate (loop.update='{loop.update}'), so "
+            "no dense model equals it. Only models with loop.gate_bypass='first_only' are merged."
+        )
+    kept = {"injection": loop.injection, "initial_state": loop.initial_state}
+    config = base.config.replace(
+        visit_deltas=None,
+        loop=LoopConfig(update="replace", unit_norm=loop.unit_norm, **kept),
+        num_loops=1,
+        max_loops=1,
+    )
+    check_dense(config)
+    own = ("visit_deltas.", "state_update.")
+    tensors = {name: t for name, t in base.tensors.items() if not name.startswith(own)}
+    first_set = deltas.set_at(0)
+    if first_set >= 0:
+        tensors |= _merged(base, deltas, first_set)
+    return Plan(config, tensors, (LoopPair(1, 1),), "close")
+
+
+def _merged(base: BaseModel, deltas: VisitDeltaConfig, set_idx: int) -> dict[str, Tensor]:
+    """Core tensors with one stored set folded in."""
+    merged = {}
+    for name, stored in base.tensors.items():
+        if not name.startswith(PREFIX):
+            continue
+        _, _, place, module, *rest = name.split(".")
+        if rest == ["up"]:
+            target = f"core_stack.{place}.mixer.{module}.weight"
+            weight, down = base.tensors[target], base.tensors[name.removesuffix("up") + "down"]
+            # float64: the sum is rounded once, to the precision that the weights are stored in.
+            difference = stored[set_idx].to(torch.float64) @ down[set_idx].to(torch.float64)
+            merged[target] = (weight.to(torch.float64) + difference).to(weight.dtype)
+        elif not rest:
+            merged[f"core_stack.{place}.{module}.weight"] = stored[set_idx].clone()
+    return merged

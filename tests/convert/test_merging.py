@@ -1,0 +1,65 @@
+"""The first pass of a model with stored differences, merged into a dense model."""
+
+import pytest
+import torch
+
+from depthdial.config import LoopConfig, ModelConfig, VisitDeltaConfig
+from depthdial.convert.methods import MergeOptions
+from depthdial.convert.retrofit import retrofit
+from depthdial.model.looped_lm import LoopedLM
+
+TOKENS = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def elastic(*, sets=(0, 1), norms=True, norm="pre", **changes):
+    """Random weights and differences everywhere."""
+    config = ModelConfig(
+        vocab_size=31, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
+        d_ff=24, max_context=16, max_loops=3, num_loops=2, init_std=0.3, norm=norm,
+        loop=LoopConfig(update="delta", gate_bypass="first_only"),
+        visit_deltas=VisitDeltaConfig(rank=3, sets_by_loop=sets, norms=norms),
+    ).replace(**changes)  # fmt: skip
+    model = LoopedLM(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def merged(model):
+    options = MergeOptions()
+    result = retrofit(model, TOKENS, method="merge-first-pass", window=None, options=options)
+    return result.model
+
+
+@pytest.mark.parametrize("sets", [(0, 1), (1, 0), (-1, 0), (0,)])
+@pytest.mark.parametrize(("norm", "norms"), [("pre", True), ("pre", False), ("sandwich", True)])
+def test_the_dense_model_is_the_first_pass(sets, norm, norms):
+    model = elastic(sets=sets, norm=norm, norms=norms)
+    dense = merged(model)
+    assert dense.config.visit_deltas is None and dense.config.max_loops == 1
+    assert dense.config.loop.update == "replace"
+    with torch.no_grad():
+        difference = dense(TOKENS, num_loops=1) - model(TOKENS, num_loops=1)
+    assert float(difference.abs().max()) < 1e-4
+
+
+def test_the_differences_of_later_passes_are_left_behind():
+    model = elastic(sets=(-1, 0))
+    assert torch.equal(
+        merged(model).core_stack[0].mixer.q_proj.weight, model.core_stack[0].mixer.q_proj.weight
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"visit_deltas": None}, "has no visit_deltas"),
+        ({"loop.gate_bypass": "never"}, "goes through its gate"),
+        ({"loop.injection": "add"}, "loop.injection='add' instead of 'none'"),
+    ],
+)
+def test_a_first_pass_that_is_no_dense_model_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        merged(elastic(**changes))
