@@ -121,7 +121,8 @@ def print_report(report: ConversionReport) -> None:
     ]
     columns = ("loops k", "base's loops", "logits, max |diff|", "KL, nats", "layers, max |diff|")
     console.print()
-    console.print(table(f"against the base, {report.compared_on}", columns, rows))
+    title = f"against the base, {report.compared_on}, {report.result.compared_in}"
+    console.print(table(title, columns, rows))
     remark(
         f"equality.json has every layer. Look at it: depthdial sweep {report.folder}; "
         f"train it: depthdial train RECIPE --init {report.folder}"

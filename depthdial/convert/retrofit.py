@@ -170,14 +170,9 @@ def convert(
             raise ValueError(
                 f"texts={texts} has no effect: {source} has no {TOKENIZER_FILE}. Remove it."
             )
-        if not method_named(method).takes_window:
-            _check_no_window(method, core=core, core_layers=core_layers)
-            window, curve = None, None
-        else:
-            check_dense(base.config)
-            window, curve = _window(
-                base, tokenizer, core=core, core_layers=core_layers, texts=texts
-            )
+        window, curve = _window(
+            base, tokenizer, method=method, core=core, core_layers=core_layers, texts=texts
+        )
         tokens_BT, compared_on = _proof_tokens(base.config, tokenizer, texts=texts, seed=seed)
         result = retrofit(base, tokens_BT, method=method, window=window, options=chosen, seed=seed)
         report = ConversionReport(
@@ -225,20 +220,23 @@ def _compared(
     base: LoopedLM, model: LoopedLM, plan: Plan, tokens_BT: Tensor
 ) -> tuple[list[Comparison], str]:
     """Comparisons, and the dtype they were made in."""
-    comparisons: list[Comparison] = []
-    name = ""
-    for name, dtype in (("float32", torch.float32), ("float64", torch.float64)):
-        memo: dict[int, Tensor] = {}
-        comparisons = compare(
-            assembled(base.config, widened(base.state_dict(), dtype, memo)),
-            assembled(plan.config, widened(model.state_dict(), dtype, memo)),
-            tokens_BT,
-            plan,
-        )
-        # Logits of large models, summed in another order, differ by more in float32.
-        if plan.promises != "close" or is_kept(plan, comparisons):
-            break
-    return comparisons, name
+    comparisons = _compared_in(torch.float32, base, model, plan, tokens_BT)
+    # Logits of large models, summed in another order, differ by more in float32.
+    if plan.promises == "close" and not is_kept(plan, comparisons):
+        return _compared_in(torch.float64, base, model, plan, tokens_BT), "float64"
+    return comparisons, "float32"
+
+
+def _compared_in(
+    dtype: torch.dtype, base: LoopedLM, model: LoopedLM, plan: Plan, tokens_BT: Tensor
+) -> list[Comparison]:
+    memo: dict[int, Tensor] = {}
+    return compare(
+        assembled(base.config, widened(base.state_dict(), dtype, memo)),
+        assembled(plan.config, widened(model.state_dict(), dtype, memo)),
+        tokens_BT,
+        plan,
+    )
 
 
 def with_new_modules(plan: Plan, *, seed: int) -> LoopedLM:
@@ -275,11 +273,16 @@ def _window(
     base: LoopedLM,
     tokenizer: Tokenizer | None,
     *,
+    method: str,
     core: str | None,
     core_layers: int | None,
     texts: Path | None,
-) -> tuple[Window, WindowCurve | None]:
-    """The window that was given, or the one that the base's curve proposes."""
+) -> tuple[Window | None, WindowCurve | None]:
+    """The window that was given, or the one that the base's curve proposes; None for none."""
+    if not method_named(method).takes_window:
+        _check_no_window(method, core=core, core_layers=core_layers)
+        return None, None
+    check_dense(base.config)
     if core is not None:
         if core_layers is not None:
             raise ValueError(

@@ -12,9 +12,9 @@ from depthdial.convert.equality import (
     as_json,
     check_promise,
     compare,
-    in_float32,
     mean_kl,
     run_layers,
+    widened,
 )
 from depthdial.convert.tying import ONE_LOOP
 
@@ -108,8 +108,8 @@ def test_a_broken_promise_is_refused(golden, promises, found, is_kept):
 def test_widened_tensors_are_shared_between_the_two():
     stored = torch.arange(6, dtype=torch.bfloat16)
     memo = {}
-    first = in_float32({"a": stored, "b": torch.ones(2)}, memo)
-    second = in_float32({"other": stored}, memo)
+    first = widened({"a": stored, "b": torch.ones(2)}, torch.float32, memo)
+    second = widened({"other": stored}, torch.float32, memo)
     assert first["a"].data_ptr() == second["other"].data_ptr()
     assert first["a"].dtype == first["b"].dtype == torch.float32
 

@@ -187,6 +187,7 @@ def test_the_record_holds_method_window_base_and_measurement(folder, tmp_path):
     assert record["promise"] == "identical"
     assert record["compared"][0]["max_abs_logit_difference"] == 0.0
     assert record["compared_on"] == "4 x 48 tokens of text"
+    assert record["compared_in"] == "float32"
     assert record["new_parameters"] == sum(report.new_parameters.values()) > 0
     assert {name.partition(".")[0] for name in report.new_parameters} == {
         "state_update",
@@ -241,6 +242,22 @@ def test_a_broken_promise_writes_nothing(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'loop-window' promises to equal the base within 0.0001"):
         convert(folder, tmp_path / "out", method="loop-window", core="1:5")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_float32_rounds_away_is_compared_in_float64(monkeypatch):
+    """Differences of a large model at full rank pass 1e-4 by the order of summation alone."""
+    golden = open_golden("llama")
+    base, x = golden.model().eval(), golden.vectors["input_ids"]
+    options = read_options("relaxed-recursive", {"rank": "full"})
+    arguments = {"method": "relaxed-recursive", "window": Window(1, 5), "options": options}
+    assert retrofit(base, x, **arguments).compared_in == "float32"
+    monkeypatch.setattr("depthdial.convert.equality.TOLERANCE", 1e-6)
+    result = retrofit(base, x, **arguments)
+    assert result.compared_in == "float64"
+    assert result.comparisons[0].max_abs < 1e-6
+    monkeypatch.setattr("depthdial.convert.equality.TOLERANCE", 1e-12)
+    with pytest.raises(ValueError, match="promises to equal the base within 1e-12"):
+        retrofit(base, x, **arguments)
 
 
 @pytest.mark.parametrize(
