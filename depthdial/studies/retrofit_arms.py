@@ -8,15 +8,22 @@ and measured at every loop count. Text and questions are in `retrofit_data.py`, 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from depthdial.config import Recipe
 from depthdial.convert.retrofit import convert
+from depthdial.data.packing import Batch
+from depthdial.model.checkpoint import load_model
+from depthdial.train.patterns import freeze_parameters
 from depthdial.train.pretrain import train
 from depthdial.train.run_dir import RunDir
+from depthdial.train.step import LossModule
 
 LOOPS = (1, 2, 3, 4)
 CORE = "10:20"
@@ -35,7 +42,7 @@ class Arm:
     Fields:
         method, options: of `convert`.
         loops: loop counts drawn in training, one as likely as another.
-        is_looped: trains more than one loop.
+        rate_lr: learning rate of the shares of the candidate; None where there are none.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Arm:
     method: str
     options: dict[str, Any]
     loops: tuple[int, ...]
+    rate_lr: float | None = 2e-2
 
     @property
     def is_looped(self) -> bool:
@@ -55,7 +63,7 @@ EQUAL_TIME = replace(CONTROL, name="equal-time", title="differences, 1 loop, equ
 LOOPED = (
     Arm("graft", "differences on passes >= 2", "later-deltas", {"rank": RANK}, LATER),
     Arm("joint", "differences on all passes", "joint-deltas", {"rank": RANK}, MIXED),
-    Arm("elr", "ELR gate and modulation", "elr-graft", {"rank": RANK, "d_cond": 64}, MIXED),
+    Arm("elr", "ELR gate and modulation", "elr-graft", {"rank": RANK, "d_cond": 64}, MIXED, None),
 )
 STAGE_ONE = replace(CONTROL, name="stage-one", title="differences, 1 loop, short chains")
 
@@ -75,45 +83,41 @@ class Task:
 
 @dataclass(frozen=True)
 class TrainedArm:
-    """A finished run: its newest checkpoint, and the seconds that its steps took."""
+    """A finished run: its folder, newest checkpoint, and how much it trained."""
 
     arm: Arm
-    folder: Path
+    run: Path
+    checkpoint: Path
     steps: int
     tokens: int
-    seconds: float
 
 
-def run_arm(
-    arm: Arm, task: Task, base: Path, root: Path, *, seed: int, steps: int | None = None
-) -> TrainedArm:
-    """Convert the base, train, and find the checkpoint; a finished arm is only looked up.
+def start_folder(arm: Arm, task: Task, base: Path, root: Path, *, seed: int) -> Path:
+    """The base converted for an arm, made once."""
+    folder = root / "start" / f"{task.name}-{arm.name}"
+    if not folder.exists():
+        convert(base, folder, method=arm.method, core=CORE, options=arm.options, seed=seed)
+    return folder
 
-    Args: base: dense model directory; root: folder of this seed's conversions and runs.
+
+def run_arm(arm: Arm, task: Task, start: Path, root: Path, *, seed: int, steps: int) -> TrainedArm:
+    """Train from a start folder and find the checkpoint; a finished run is only looked up.
+
     Raises: RuntimeError for a run that was stopped.
     """
     name = f"{task.name}-{arm.name}"
     run = root / "runs" / name
     if not run.exists():
-        start = root / "start" / name
-        convert(base, start, method=arm.method, core=CORE, options=arm.options, seed=seed)
-        recipe = recipe_of(arm, task, start, name=name, seed=seed, steps=steps or task.steps)
+        recipe = recipe_of(arm, task, start, name=name, seed=seed, steps=steps)
         result = train(recipe, root=root / "runs")
         if result.status != "finished":
             raise RuntimeError(f"{run} was {result.status} at step {result.step}; remove it.")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [record for record in records if "train/tok_per_sec" in record]
-    tokens_before = [0, *(record["tokens"] for record in trained[:-1])]
-    return TrainedArm(
-        arm=arm,
-        folder=RunDir(run).latest_checkpoint().path,
-        steps=len(trained),
-        tokens=trained[-1]["tokens"],
-        seconds=sum(
-            (record["tokens"] - before) / record["train/tok_per_sec"]
-            for record, before in zip(trained, tokens_before, strict=True)
-        ),
-    )
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    trained = [record for record in map(json.loads, lines) if "train/loss" in record]
+    if len(trained) != steps:
+        raise RuntimeError(f"{run} has {len(trained)} of {steps} steps; remove it.")
+    checkpoint = RunDir(run).latest_checkpoint().path
+    return TrainedArm(arm, run, checkpoint, steps, trained[-1]["tokens"])
 
 
 def recipe_of(arm: Arm, task: Task, start: Path, *, name: str, seed: int, steps: int) -> Recipe:
@@ -122,12 +126,16 @@ def recipe_of(arm: Arm, task: Task, start: Path, *, name: str, seed: int, steps:
         {
             "name": name,
             "data": task.data,
-            "depth": {"sampler": "listed", "listed_loops": arm.loops, "num_depth_slices": 1},
+            "depth": {
+                "sampler": "listed",
+                "listed_loops": list(arm.loops),
+                "num_depth_slices": 1,
+            },
             "optim": {
                 "optimizer": "adamw",
                 "lr": 1e-3,
-                "lr_by_pattern": {"state_update.*": 2e-2},
-                "freeze": FROZEN,
+                "lr_by_pattern": {} if arm.rate_lr is None else {"state_update.rate": arm.rate_lr},
+                "freeze": list(FROZEN),
                 "weight_decay": 0.0,
                 "warmup_frac": 0.06,
                 "decay_frac": 0.5,
@@ -146,7 +154,35 @@ def recipe_of(arm: Arm, task: Task, start: Path, *, name: str, seed: int, steps:
     )
 
 
-def equal_time_steps(control: TrainedArm, looped: Sequence[TrainedArm]) -> int:
-    """Steps that the control runs in the time of the slowest looped arm."""
-    slowest = max(arm.seconds for arm in looped)
-    return max(control.steps, round(slowest * control.steps / control.seconds))
+def step_seconds(
+    arms: Mapping[str, tuple[Arm, Path]], batch: Batch, *, rounds: int = 2
+) -> dict[str, float]:
+    """Mean processor seconds of an optimizer step's forward and backward, by arm.
+
+    Each round visits every (arm, loop count), so that whatever else the machine does hits all
+    alike; the fastest round counts. Processor time of one thread: waiting is not in it.
+    """
+    loss_modules = {}
+    for name, (_, folder) in arms.items():
+        model = load_model(folder)
+        freeze_parameters(model, FROZEN)
+        loss_modules[name] = LossModule(model)
+    fastest: dict[tuple[str, int], float] = {}
+    for _ in range(rounds):
+        for name, (arm, _) in arms.items():
+            for num_loops in sorted(set(arm.loops)):
+                seconds = _timed(loss_modules[name], batch, num_loops)
+                key = name, num_loops
+                fastest[key] = min(seconds, fastest.get(key, seconds))
+    return {
+        name: sum(fastest[name, k] for k in arm.loops) / len(arm.loops)
+        for name, (arm, _) in arms.items()
+    }
+
+
+def _timed(loss_module: LossModule, batch: Batch, num_loops: int) -> float:
+    started = time.process_time()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_module(batch, num_loops).mean()
+    loss.backward()
+    return time.process_time() - started
