@@ -23,6 +23,8 @@ UNSEEN_CORPUS = "encyclopedia"
 BLOCK_CHARS = 2000
 """Long documents are cut into blocks of about this size, so that a short run sees many of them."""
 CONTEXT = 128
+MIN_BLOCK_CHARS = 700
+"""Shorter blocks are left out: they would not fill a row."""
 BLOCKS_PER_CORPUS = 400
 """Training blocks of each corpus: several times what the longest arm reads."""
 VALID_NAME = "valid: "
@@ -48,7 +50,7 @@ def chosen_blocks(corpus: str, split: str, count: int) -> list[Document]:
         Document(f"{corpus}: {block.name}", block.text)
         for document in read_split(corpus, split)
         for block in blocks(document)
-        if len(block.text) >= BLOCK_CHARS // 2
+        if len(block.text) >= MIN_BLOCK_CHARS
     ]
     if len(found) < count:
         raise ValueError(
