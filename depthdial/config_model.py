@@ -118,7 +118,7 @@ class VisitDeltaConfig(StrictConfig):
     sets_by_loop: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
     """Stored set that each loop uses, -1 for none; loops beyond the list use its last entry."""
     norms: bool = False
-    """Each set has its own norm gains too."""
+    """Each set has its own gains of all norms too, those of queries and keys included."""
 
     @model_validator(mode="after")
     def _sets_are_used(self) -> Self:

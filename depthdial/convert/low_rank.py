@@ -17,7 +17,7 @@ from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window
 from depthdial.convert.methods import DeltaOptions, RelaxedOptions
 from depthdial.convert.tying import looped, tied
 
-NORMS = ("norm.weight", "post_norm.weight")
+NORMS = ("norm.weight", "post_norm.weight", "mixer.q_norm.weight", "mixer.k_norm.weight")
 Sublayer = Mapping[str, Tensor]
 
 
@@ -147,7 +147,7 @@ def _svd_sets(
 def _norm_sets(place: int, visits: Sequence[Sublayer]) -> dict[str, Tensor]:
     prefix = f"visit_deltas.sublayers.{place}."
     return {
-        prefix + name.removesuffix(".weight"): torch.stack([visit[name] for visit in visits])
+        prefix + name.split(".")[-2]: torch.stack([visit[name] for visit in visits])
         for name in NORMS
         if name in visits[0]
     }

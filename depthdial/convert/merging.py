@@ -62,5 +62,6 @@ def _merged(base: BaseModel, deltas: VisitDeltaConfig, set_idx: int) -> dict[str
             difference = stored[set_idx].to(torch.float64) @ down[set_idx].to(torch.float64)
             merged[target] = (weight.to(torch.float64) + difference).to(weight.dtype)
         elif not rest:
-            merged[f"core_stack.{place}.{module}.weight"] = stored[set_idx].clone()
+            owner = f"mixer.{module}" if module in ("q_norm", "k_norm") else module
+            merged[f"core_stack.{place}.{owner}.weight"] = stored[set_idx].clone()
     return merged

@@ -140,7 +140,7 @@ class TensorWriter:
         self._missing = set(self._specs)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        # Wide numbers first, so that each tensor is aligned; to the byte as the format's own writer.
+        # Wide numbers first, so that tensors are aligned; byte for byte what the library writes.
         order = list(DTYPE_NAMES)
         for name, spec in sorted(
             self._specs.items(), key=lambda item: (order.index(item[1].dtype), item[0])

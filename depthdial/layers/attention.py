@@ -41,6 +41,16 @@ class AttentionView(NamedTuple):
     tokens_BT: Tensor
 
 
+class HeadGains(NamedTuple):
+    """Gains of the query and key norms, [C] each; None for the learned ones."""
+
+    query_C: Tensor | None = None
+    key_C: Tensor | None = None
+
+
+NO_HEAD_GAINS = HeadGains()
+
+
 class HeadGate(nn.Module):
     """sigmoid(w_h . q_h + b_h): one number per head and token."""
 
@@ -111,18 +121,27 @@ class Attention(nn.Module):
         self.mix_gate = HeadGate(num_heads, head_dim) if mixes_loops else None
 
     def forward(
-        self, x_BTD: Tensor, *, slot: KVSlot, view: AttentionView, deltas: Deltas | None = None
+        self,
+        x_BTD: Tensor,
+        *,
+        slot: KVSlot,
+        view: AttentionView,
+        deltas: Deltas | None = None,
+        head_gains: HeadGains = NO_HEAD_GAINS,
     ) -> Tensor:
-        """Returns: the branch output [B, T, D], without the residual."""
+        """Args: head_gains: in place of the learned gains of the query and key norms.
+
+        Returns: the branch output [B, T, D], without the residual.
+        """
         deltas = deltas or {}
         q_BTHC = project(self.q_proj, x_BTD, deltas.get("q_proj"))
         q_BTHC = q_BTHC.unflatten(-1, (self.num_heads, self.head_dim))
-        q_BTHC = self._place(q_BTHC, self.q_norm, view.rotary)
+        q_BTHC = self._place(q_BTHC, self.q_norm, head_gains.query_C, view.rotary)
         k_BTGC = v_BTGC = None
         if not slot.is_read_only:
             k_BTGC = project(self.k_proj, x_BTD, deltas.get("k_proj"))
             k_BTGC = k_BTGC.unflatten(-1, (self.num_kv_heads, self.head_dim))
-            k_BTGC = self._place(k_BTGC, self.k_norm, view.rotary)
+            k_BTGC = self._place(k_BTGC, self.k_norm, head_gains.key_C, view.rotary)
             v_BTGC = self._values(x_BTD, view.tokens_BT, deltas)
         y_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, slot=slot, view=view)
         y_BTE = y_BTHC.flatten(2)
@@ -130,10 +149,16 @@ class Attention(nn.Module):
             y_BTE = y_BTE * torch.sigmoid(project(self.g_proj, x_BTD, deltas.get("g_proj")))
         return project(self.o_proj, y_BTE, deltas.get("o_proj"))
 
-    def _place(self, x_BTHC: Tensor, norm: RMSNorm | None, rotary: RotaryTable | None) -> Tensor:
+    def _place(
+        self,
+        x_BTHC: Tensor,
+        norm: RMSNorm | None,
+        gain_C: Tensor | None,
+        rotary: RotaryTable | None,
+    ) -> Tensor:
         """Normalise and rotate queries or keys, in the configured order."""
         if norm is not None:
-            x_BTHC = norm(x_BTHC)
+            x_BTHC = norm(x_BTHC, gain=gain_C)
         if rotary is not None:
             x_BTHC = rotate(x_BTHC, rotary, interleaved=self.interleaved)
         if self.qk_norm == "rms_after_rotary":

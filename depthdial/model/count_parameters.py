@@ -206,6 +206,8 @@ def _visit_deltas(config: ModelConfig) -> int:
         return 0
     has_gains = config.visit_deltas.norms and config.ngpt is None
     gains = len(config.core_layout) * _norms(config) if has_gains else 0
+    if has_gains and config.qk_norm == "rms":
+        gains += num_attention(config.core_layout) * 2 * config.head_dim
     return config.visit_deltas.num_sets * (low_rank_set(config) + gains)
 
 

@@ -73,7 +73,7 @@ def _constant(parameter: nn.Parameter, name: str, config: ModelConfig) -> float 
     if owner == "state_update":
         return _update_constant(parts, config)
     if owner == "visit_deltas":
-        return {"up": 0.0, "norm": 1.0, "post_norm": 1.0}.get(last)
+        return 0.0 if last == "up" else 1.0 if last.endswith("norm") else None
     if owner == "modulation" and ("heads" in parts or parts[1] in ("entry", "exit")):
         return 0.0
     if "mix_gate" in parts or "value_gate" in parts or last == "bias":

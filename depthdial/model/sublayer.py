@@ -8,14 +8,14 @@ Letters: B batch, T query tokens, D model width, R low rank.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.config import ATTENTION_LETTERS, ModelConfig
-from depthdial.layers.attention import Attention
+from depthdial.layers.attention import Attention, HeadGains
 from depthdial.layers.normalised import NormalisedAttention, NormalisedSwiGLU, unit_length
 from depthdial.layers.primitives import Deltas, PlainMLP, RMSNorm, SwiGLU
 from depthdial.layers.state import KVSlot
@@ -31,7 +31,7 @@ class SublayerModulation(NamedTuple):
     scale [., 1, D] multiplies the norm's gain, shift is added after it, gain multiplies the
     branch: 1 + lambda, mu and 1 + omega of ELR section 3.4, stored whole. low_rank_gain [., 1, R]
     is g, down_RD is B and up_DR is A of its low-rank path. The first dimension is 1 or B.
-    deltas, norm_gain [D] and post_norm_gain [D] are stored differences of this visit.
+    deltas, norm_gain [D], post_norm_gain [D] and head_gains are stored differences of this visit.
     """
 
     scale: Tensor | None = None
@@ -43,6 +43,7 @@ class SublayerModulation(NamedTuple):
     deltas: Deltas | None = None
     norm_gain: Tensor | None = None
     post_norm_gain: Tensor | None = None
+    head_gains: HeadGains | None = None
 
 
 UNMODULATED = SublayerModulation()
@@ -145,8 +146,10 @@ def mix(
     ctx: ForwardContext | None,
 ) -> Tensor:
     """The mixer's output, with the slot and view that a token mixer needs."""
-    # Toy mixers of tests take no deltas, so they are passed only where there are some.
-    extra = {} if mod.deltas is None else {"deltas": mod.deltas}
+    # Not every mixer takes them, so they are passed only where there are some.
+    extra: dict[str, Any] = {} if mod.deltas is None else {"deltas": mod.deltas}
+    if mod.head_gains is not None:
+        extra["head_gains"] = mod.head_gains
     if not sublayer.takes_slot:
         return sublayer.mixer(u_BTD, **extra)
     assert slot is not None and ctx is not None, "a token mixer needs a slot and a context"

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from depthdial.config import LoopConfig, UpdateName
 from depthdial.model.noise import truncated_normal
 
-
 MAX_LOG_DECAY = 20.0
 """Above log(width) of any model, whose published decays start at log(1), ..., log(width)."""
 

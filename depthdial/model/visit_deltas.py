@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from depthdial.config import VisitDeltaConfig
+from depthdial.layers.attention import Attention, HeadGains
 from depthdial.layers.primitives import LowRankDelta
 from depthdial.model.sublayer import (
     UNMODULATED,
@@ -41,11 +42,16 @@ class SublayerDeltas(nn.Module):
                 assert isinstance(linear, nn.Linear)
                 self.add_module(name, LowRankSets(config.num_sets, config.rank, linear))
                 self.linears.append(name)
-        self.norm = self.post_norm = None
+        self.norm = self.post_norm = self.q_norm = self.k_norm = None
         if config.norms and isinstance(sublayer, Sublayer):
             self.norm = _gains(sublayer.norm, config.num_sets)
             if sublayer.post_norm is not None:
                 self.post_norm = _gains(sublayer.post_norm, config.num_sets)
+            mixer = sublayer.mixer
+            if isinstance(mixer, Attention) and mixer.q_norm is not None:
+                assert mixer.k_norm is not None, "query and key norms come together"
+                self.q_norm = _gains(mixer.q_norm, config.num_sets)
+                self.k_norm = _gains(mixer.k_norm, config.num_sets)
 
     def set_at(self, set_idx: int) -> SublayerModulation:
         """One set as the sublayer takes it."""
@@ -59,7 +65,13 @@ class SublayerDeltas(nn.Module):
             or None,
             norm_gain=None if self.norm is None else self.norm[set_idx],
             post_norm_gain=None if self.post_norm is None else self.post_norm[set_idx],
+            head_gains=self._head_gains(set_idx),
         )
+
+    def _head_gains(self, set_idx: int) -> HeadGains | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadGains(self.q_norm[set_idx], self.k_norm[set_idx])
 
 
 class VisitDeltas(nn.Module):
@@ -85,6 +97,7 @@ class VisitDeltas(nn.Module):
                 deltas=delta.deltas,
                 norm_gain=delta.norm_gain,
                 post_norm_gain=delta.post_norm_gain,
+                head_gains=delta.head_gains,
             )
             for mod, delta in zip(mods, deltas, strict=True)
         )

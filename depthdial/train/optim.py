@@ -39,7 +39,7 @@ RULES: tuple[tuple[GroupName, re.Pattern[str], int | None], ...] = tuple(
         ("decayed", r"modulation\..+", None),
         # Decay pulls a visit's difference to zero, that is, to the weights that all visits share.
         ("decayed", r"visit_deltas\.sublayers\.\d+\.\w+_proj\.(down|up)", 3),
-        ("undecayed", r"visit_deltas\.sublayers\.\d+\.(post_)?norm", 2),
+        ("undecayed", r"visit_deltas\.sublayers\.\d+\.(post_|q_|k_)?norm", 2),
     )
 )
 """(group, whole name, dimensions or None for any); the first rule that fits decides."""

@@ -62,16 +62,15 @@ def test_a_rank_beyond_the_matrix_is_filled_with_zeros():
 # ---- relaxed-recursive
 
 
-def test_full_rank_with_own_norms_gives_the_dense_model_back(llama):
-    result = convert(llama, "relaxed-recursive", rank="full")
+def test_full_rank_with_own_norms_gives_the_dense_model_back(golden):
+    result = convert(golden, "relaxed-recursive", rank="full")
     assert result.plan.promises == "close"
-    logits = result.model(llama.vectors["input_ids"], num_loops=2)
-    close(logits, llama.vectors["logits"], 1e-4)
+    logits = result.model(golden.vectors["input_ids"], num_loops=2)
+    close(logits, golden.vectors["logits"], 1e-4)
 
 
-def test_full_rank_promises_nothing_where_query_norms_are_tied():
-    """Stored sets have gains of sublayer norms, not of query and key norms."""
-    result = convert(open_golden("qwen3"), "relaxed-recursive", rank="full")
+def test_full_rank_with_tied_norms_names_those_that_differ():
+    result = convert(open_golden("qwen3"), "relaxed-recursive", rank="full", norms="tied")
     assert result.plan.promises == "none"
     assert "mixer.k_norm.weight, mixer.q_norm.weight" in result.plan.why_not
 

@@ -36,7 +36,7 @@ def merged(model):
 @pytest.mark.parametrize("sets", [(0, 1), (1, 0), (-1, 0), (0,)])
 @pytest.mark.parametrize(("norm", "norms"), [("pre", True), ("pre", False), ("sandwich", True)])
 def test_the_dense_model_is_the_first_pass(sets, norm, norms):
-    model = elastic(sets=sets, norm=norm, norms=norms)
+    model = elastic(sets=sets, norm=norm, norms=norms, qk_norm="rms")
     dense = merged(model)
     assert dense.config.visit_deltas is None and dense.config.max_loops == 1
     assert dense.config.loop.update == "replace"

@@ -64,6 +64,10 @@ VARIANTS = {
         "norm": "sandwich",
         "visit_deltas": VisitDeltaConfig(rank=0, sets_by_loop=(0, 1), norms=True),
     },
+    "all norms by visit": {
+        "qk_norm": "rms",
+        "visit_deltas": VisitDeltaConfig(rank=1, sets_by_loop=(0, 1), norms=True),
+    },
     "biases everywhere": {"attention_bias": "qkvo", "ff_bias": True, "ff": "relu_squared"},
     "stretched rotation": {"rope_scaling": LLAMA3},
 }  # fmt: skip
