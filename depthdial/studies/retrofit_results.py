@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,19 +28,23 @@ class Difference:
     interval: Interval
     by_seed: tuple[float, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "mean": self.interval.estimate,
-            "low": self.interval.low,
-            "high": self.interval.high,
-            "by_seed": list(self.by_seed),
-        }
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the interval excludes zero and every seed has the same sign."""
+        same_sign = all(x > 0 for x in self.by_seed) or all(x < 0 for x in self.by_seed)
+        return self.interval.excludes_zero and same_sign
 
 
-def mean_losses(seeds: Sequence[Scores], arm: str, loops: Sequence[int]) -> list[float]:
-    """Mean over seeds of the loss at each loop count."""
-    return [float(np.mean([scores[arm].mean_loss(k) for scores in seeds])) for k in loops]
+def mean_loss(
+    seeds: Sequence[Scores], side: str, num_loops: int, *, prefixes: Sequence[str] = ("",)
+) -> float:
+    """Mean over seeds of the loss on the documents whose names have one of the prefixes."""
+    losses = []
+    for scores in seeds:
+        sweep = scores[side]
+        chosen = _chosen(sweep, prefixes)
+        losses.append(sweep.nll(num_loops)[chosen].sum() / sweep.tokens_N[chosen].sum())
+    return float(np.mean(losses))
 
 
 def difference(
@@ -49,17 +52,14 @@ def difference(
     left: tuple[str, int],
     right: tuple[str, int],
     *,
-    documents: str = "",
+    prefixes: Sequence[str] = ("",),
 ) -> Difference:
-    """Loss of (arm, loop count) `left` minus `right`.
-
-    Args: documents: prefix of the names that count; all without one.
-    """
+    """Loss of (side, loop count) `left` minus `right` on documents with one of the prefixes."""
     sums: list[tuple[np.ndarray, np.ndarray]] = []
     for scores in seeds:
         first, second = scores[left[0]], scores[right[0]]
         first.check_paired(second)
-        chosen = np.array([name.startswith(documents) for name in first.names])
+        chosen = _chosen(first, prefixes)
         tokens_N = first.tokens_N[chosen]
         sums.append((first.nll(left[1])[chosen], second.nll(right[1])[chosen]))
     return _difference(sums, tokens_N)
@@ -90,6 +90,11 @@ def accuracy_difference(
         second_N, _ = _right(scores[right[0]], right[1], min_depth)
         sums.append((first_N, second_N))
     return _difference(sums, total_N)
+
+
+def _chosen(sweep: DepthSweep, prefixes: Sequence[str]) -> np.ndarray:
+    """Which documents have a name with one of the prefixes, bool [N]."""
+    return np.array([name.startswith(tuple(prefixes)) for name in sweep.names])
 
 
 def _difference(sums: list[tuple[np.ndarray, np.ndarray]], weights_N: np.ndarray) -> Difference:
