@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from depthdial.api_data import token_documents
 from depthdial.api_paths import check_is_run, loops_in_training, model_folder, run_recipe
+from depthdial.api_recipes import load_recipe
 from depthdial.config import CachePolicy, ModelConfig, Recipe
-from depthdial.recipes import recipe_file
 
 if TYPE_CHECKING:
+    from depthdial.data.pointer_chains import PointerChains
     from depthdial.data.synthetic import PointerPrograms
     from depthdial.data.tokenizer import Tokenizer
     from depthdial.engine.generate import Generation
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from depthdial.train.pretrain import TrainResult
     from depthdial.train.progress import TrainObserver
 
-DATA_SOURCES = ("data.path", "data.corpus", "data.task")
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -179,13 +179,15 @@ def train(
     """Train a recipe into a new folder root/name.
 
         depthdial.train("tiny-text", train__steps=200, model__loop__update="delta")
+        depthdial.train("heal-text", train__init="models/elastic")
 
     Args:
         recipe: name of a shipped recipe, a YAML or JSON file, or a `Recipe`.
         root: folder that holds the runs.
         observer: is told about every metrics record; None is silent.
         overrides: recipe keys with `__` in place of each dot. Naming one of data.path,
-            data.corpus and data.task replaces the recipe's source of data.
+            data.corpus and data.task replaces the recipe's source of data; train__init, a model
+            directory, checkpoint or run to start from, replaces its model.
 
     Returns: folder of the run and whether it finished, or was stopped and saved.
     Raises: ValueError for an unknown key (with the nearest name), a value out of range, or a run
@@ -222,7 +224,7 @@ def resume(
 
 def sweep(
     model: Model | str | Path,
-    data: str | Path | Sequence[str] | Sequence[Path] | PointerPrograms,
+    data: str | Path | Sequence[str] | Sequence[Path] | PointerPrograms | PointerChains,
     *,
     loops: Sequence[int] | None = None,
     context: int | None = None,
@@ -236,7 +238,7 @@ def sweep(
     Args:
         model: a `Model`, or what `load` takes.
         data: a prepared folder (its validation split); a text file or a folder of them; a list of
-            such paths as `Path`; a list of texts; or pointer programs, for a model of them.
+            such paths as `Path`; a list of texts; or rows of a task that the model was trained on.
         loops: loop counts; None for 1 .. max_loops + 2. Those that training never ran are marked.
         context: tokens that predict one another, up to the model's max_context. None for the
             context of the run if `model` is the path of one, else for max_context. Text only.
@@ -249,12 +251,10 @@ def sweep(
     Raises: ValueError or FileNotFoundError, also for text without any token, for a folder
         prepared with another tokenizer, and for an option that has no effect on the data.
     """
+    from depthdial.data.pointer_chains import PointerChains
     from depthdial.data.synthetic import PointerPrograms
-    from depthdial.eval.depth_sweep import (
-        default_loops,
-        sweep_documents,
-        sweep_questions,
-    )
+    from depthdial.eval.depth_sweep import default_loops, sweep_documents, sweep_questions
+    from depthdial.train.sources import start_id
 
     trained_context = None
     if not isinstance(model, Model):
@@ -264,13 +264,8 @@ def sweep(
         trained_loops = loops_in_training(folder) if trained_loops is None else trained_loops
         model = load(folder)
     loops = default_loops(model.config.max_loops) if loops is None else loops
-    if isinstance(data, PointerPrograms):
-        for name, value in (("context", context), ("stride", stride)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value} has no effect on pointer programs: a row is one program of "
-                    f"{data.context} words. Leave it out."
-                )
+    if isinstance(data, PointerPrograms | PointerChains):
+        _check_task(data, model, context=context, stride=stride)
         return sweep_questions(
             model.looped_lm,
             data,
@@ -279,11 +274,7 @@ def sweep(
             precision=precision,
             trained_loops=trained_loops,
         )
-    if model.tokenizer.eos_id is None:
-        raise ValueError(
-            "this model's tokenizer has no end-of-text token, so it is not a model of documents. "
-            "Text can be swept with a model that was trained on text."
-        )
+    opened_by = start_id(model.tokenizer)
     limit = model.config.max_context
     context = (trained_context or limit) if context is None else context
     if not 1 <= context <= limit:
@@ -300,42 +291,33 @@ def sweep(
         rows_per_forward=rows_per_forward,
         precision=precision,
         trained_loops=trained_loops,
-        start_id=_start_id(model.tokenizer),
+        start_id=opened_by,
     )
 
 
-def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """A checked recipe with some keys replaced.
+def _check_task(
+    data: PointerPrograms | PointerChains, model: Model, *, context: int | None, stride: int | None
+) -> None:
+    """Rows of a task fit the model, and no option is given that only text has.
 
-    Args:
-        recipe: name of a shipped recipe, a YAML or JSON file, or a `Recipe`.
-        overrides: dotted key -> value of plain JSON types. A group (`model.modulation`) and keys
-            of it may both be given: the keys then change the group that was given.
-
-    Raises: ValueError naming every wrong key or value; FileNotFoundError.
+    Raises: ValueError.
     """
-    # A group before its keys: it must not take back what they set.
-    changes = dict(sorted((overrides or {}).items(), key=lambda item: item[0].count(".")))
-    _check_groups(changes)
-    named = [key for key in DATA_SOURCES if changes.get(key) is not None]
-    if named:
-        # A recipe has one source of data; naming another one replaces it.
-        for key in (*DATA_SOURCES, "data.tokenizer_vocab"):
-            if key != "data.tokenizer_vocab" or "data.corpus" not in named:
-                changes.setdefault(key, None)
-    if not isinstance(recipe, Recipe):
-        recipe = _read_recipe(recipe)
-    return recipe.replace(**changes) if changes else recipe
-
-
-def _start_id(tokenizer: Tokenizer) -> int | None:
-    """The token before every document; None where the model expects none."""
-    if len(tokenizer.opening_ids) > 1:
+    for name, value in (("context", context), ("stride", stride)):
+        if value is not None:
+            raise ValueError(
+                f"{name}={value} has no effect on {data.title}: a row is {data.row_words}. Leave "
+                "it out."
+            )
+    if data.vocab_size != model.tokenizer.vocab_size:
         raise ValueError(
-            f"this model opens texts with {len(tokenizer.opening_ids)} tokens; a sweep can measure "
-            "models that open them with one or none."
+            f"these {data.title} are written in {data.vocab_size} tokens, this model's tokenizer "
+            f"has {model.tokenizer.vocab_size}. Give rows written with the model's tokenizer."
         )
-    return tokenizer.opening_ids[0] if tokenizer.opening_ids else None
+    if data.context > model.config.max_context:
+        raise ValueError(
+            f"rows of {data.context} tokens do not fit this model, whose max_context is "
+            f"{model.config.max_context}. Give shorter ones."
+        )
 
 
 def _stop_rule(name: str | None, threshold: float | None) -> StoppingRule | None:
@@ -374,24 +356,3 @@ def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[s
 def _dotted(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword names as recipe keys: `train__steps` is `train.steps`."""
     return {name.replace("__", "."): value for name, value in overrides.items()}
-
-
-def _check_groups(changes: Mapping[str, Any]) -> None:
-    """Refuse a group that is null together with keys of it."""
-    for group, value in changes.items():
-        inside = [key for key in changes if key.startswith(f"{group}.")]
-        if value is None and inside:
-            raise ValueError(
-                f"{group}=null and {inside[0]}={changes[inside[0]]} contradict each other: a group "
-                "that is null has no keys. Leave one of them out."
-            )
-
-
-def _read_recipe(recipe: str | Path) -> Recipe:
-    """A recipe file, or else a shipped recipe."""
-    path = Path(recipe)
-    if path.is_file():
-        return Recipe.from_file(path)
-    if isinstance(recipe, Path) or path.suffix in (".yaml", ".yml", ".json"):
-        raise FileNotFoundError(f"no recipe file at {path}")
-    return Recipe.from_file(recipe_file(recipe))

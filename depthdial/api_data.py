@@ -5,7 +5,6 @@ Texts, files, folders and prepared folders; reading files is in `data/documents.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,10 +29,11 @@ def token_documents(
     """
     from depthdial.data.documents import is_empty, nothing_in
     from depthdial.data.shards import META_FILE
+    from depthdial.train.sources import held_out_documents
 
     if isinstance(data, str | Path):
         if (Path(data) / META_FILE).is_file():
-            return _prepared_documents(Path(data), tokenizer)
+            return held_out_documents(Path(data), tokenizer)
         data = [Path(data)]
     documents = list(_read(data))
     with_text = [document for document in documents if not is_empty(document)]
@@ -45,23 +45,6 @@ def token_documents(
             stacklevel=2,
         )
     return list(_tokenised(with_text, tokenizer))
-
-
-def _prepared_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocument]:
-    """Validation documents of a prepared folder; its token ids must be the model's."""
-    from depthdial.data.shards import TokenShards
-
-    shards = TokenShards.open(folder, "valid")
-    digest = hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
-    if shards.meta["tokenizer_sha256"] != digest:
-        raise ValueError(
-            f"{folder} was prepared with another tokenizer than this model's, so its token ids "
-            "mean other text. Give the text files themselves."
-        )
-    documents = list(shards.documents())
-    if tokenizer.closing_ids:
-        return documents
-    return [document._replace(tokens_T=document.tokens_T[:-1]) for document in documents]
 
 
 def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:

@@ -3,9 +3,8 @@
     0 done   1 failed   2 the command line cannot be understood
     75 stopped by SIGTERM after saving   130 stopped by Ctrl-C
 
-Results go to standard output, progress and messages to standard error. The subcommands are in
-`cli_train.py`, `cli_model.py`, `cli_sweep.py` and `cli_convert.py`; only the chosen one's module
-is imported.
+Results go to standard output, progress and messages to standard error. The subcommands are in the
+modules that `COMMANDS` names; only the chosen one's is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ COMMANDS = {
     "report": ("cli_train", "write the HTML report of a run"),
     "sweep": ("cli_model", "loss and cost of a model at every loop count"),
     "generate": ("cli_model", "continue a text at one loop count, or at all of them"),
-    "plan": ("cli_model", "memory, FLOPs and cache of a model before building it"),
+    "plan": ("cli_plan", "memory, FLOPs and cache of a model before building it"),
     "import": ("cli_convert", "turn a published checkpoint into a model folder"),
     "export": ("cli_convert", "write a model in a published format"),
     "convert": ("cli_retrofit", "make a pretrained model elastic"),

@@ -1,4 +1,4 @@
-"""Commands that look at a model: generate, plan, list. `sweep` is in `cli_sweep.py`.
+"""Commands that look at models: generate, list. `sweep` and `plan` are in files of their own.
 
 Flags and values are in `cli_options.py`, layout in `cli_tables.py`.
 """
@@ -7,34 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jsonargparse
-import yaml
 from rich.text import Text
 
 from depthdial.cli_options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli_sweep import run_sweep, sweep_parser
-from depthdial.cli_tables import flops, remark, result_console, short_count, size, table
-from depthdial.config import (
-    CACHE_POLICIES,
-    CachePolicy,
-    DepthConfig,
-    ModelConfig,
-    Recipe,
-    check_cache_policy,
-    nearest_name,
-)
-from depthdial.config_text import load_yaml
+from depthdial.cli_tables import remark, result_console, short_count, table
+from depthdial.config import CACHE_POLICIES, ModelConfig, check_cache_policy
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from depthdial.api import Completion
-    from depthdial.model.count import Plan
-
-BYTES_PER_VALUE = {"bf16": 2, "fp32": 4}
 
 
 def generate_parser() -> jsonargparse.ArgumentParser:
@@ -163,84 +147,6 @@ def _check_trained(config: ModelConfig, loops: Sequence[int]) -> None:
         )
 
 
-def plan_parser() -> jsonargparse.ArgumentParser:
-    """Flags of `plan`."""
-    parser = new_parser(
-        "plan",
-        usage="NAME [--num-loops K ...] [--context N] [--batch N] ...",
-        description="Memory, FLOPs and cache of a model at several loop counts, and what training\n"
-        "it costs, from its configuration alone.\n\n"
-        "  depthdial plan gpt-0.5b --num-loops 1 2 4 --context 131072\n"
-        "  depthdial plan elr-0.5b --switch-frac 0.75",
-    )
-    parser.add_argument(
-        "model",
-        metavar="NAME",
-        help="preset or recipe (`depthdial list`), recipe file, config.json, run, model directory",
-    )
-    parser.add_argument(
-        "--num-loops",
-        nargs="+",
-        metavar="K",
-        help="loop counts, each at least 1, e.g. 1 2 4 (all trained ones)",
-    )
-    parser.add_argument("--context", metavar="N", help="tokens per sequence (the model's context)")
-    parser.add_argument("--batch", default="1", metavar="N", help="sequences at a time (1)")
-    parser.add_argument(
-        "--dtype", choices=list(BYTES_PER_VALUE), default="bf16", help="weights and cache (bf16)"
-    )
-    parser.add_argument(
-        "--override-frac",
-        metavar="X",
-        help="share of training slices kept at one loop, in [0, 1] (the recipe's, or 0)",
-    )
-    parser.add_argument(
-        "--switch-frac",
-        metavar="X",
-        help="share of training before mixed depth starts, in [0, 1] (the recipe's, or 0)",
-    )
-    return parser
-
-
-def run_plan(options: Options) -> int:
-    """Print what a model costs."""
-    from depthdial.model.count import plan
-    from depthdial.model.count_cache import planned_policies
-    from depthdial.train.depth_schedule import DepthSchedule, mean_loops
-
-    config, depth, source = _described(options.model)
-    context = number(options.context, "--context", whole=True)
-    batch_size = number(options.batch, "--batch", whole=True)
-    fractions = {
-        "override_frac": number(options.override_frac, "--override-frac", whole=False),
-        "switch_frac": number(options.switch_frac, "--switch-frac", whole=False),
-    }
-    depth = depth.replace(**{name: x for name, x in fractions.items() if x is not None})
-    if options.num_loops is None:
-        loops = list(range(1, config.max_loops + 1))
-    else:
-        loops = loop_counts(options.num_loops)
-    # Of the schedule, only its distribution matters here: neither seed nor length.
-    schedule = DepthSchedule.from_config(depth, max_loops=config.max_loops, seed=0, total_steps=1)
-    plans = {
-        policy: plan(
-            config,
-            num_loops=loops,
-            context=config.max_context if context is None else context,
-            batch_size=batch_size,
-            bytes_per_value=BYTES_PER_VALUE[options.dtype],
-            policy=policy,
-            mean_loops=mean_loops(schedule),
-            mixed_frac=1 - depth.switch_frac,
-        )
-        for policy in planned_policies(config)
-    }
-    _print_plan(plans, config, source=source, dtype=options.dtype)
-    _print_training(plans[config.loop.cache_policy], config, depth)
-    _print_guesses(options.model)
-    return 0
-
-
 def list_parser() -> jsonargparse.ArgumentParser:
     """`list` has no flags of its own."""
     return new_parser(
@@ -253,12 +159,13 @@ def run_list(options: Options) -> int:
     from depthdial.data.corpora import corpus_names, describe_corpus
     from depthdial.model.count import count_parameters
     from depthdial.model.presets import preset, preset_names
-    from depthdial.recipes import recipe_file, recipe_names
+    from depthdial.recipes import needs_init, recipe_file, recipe_names
 
-    recipes = []
+    complete, healing = [], []
     for name in recipe_names():
-        first_line = recipe_file(name).read_text(encoding="utf-8").partition("\n")[0]
-        recipes.append((name, first_line.lstrip("# ")))
+        path = recipe_file(name)
+        first_line = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        (healing if needs_init(path) else complete).append((name, first_line))
     presets = []
     for name in preset_names():
         config = preset(name)
@@ -270,7 +177,8 @@ def run_list(options: Options) -> int:
     corpora = [(name, describe_corpus(name)) for name in corpus_names()]
     console = result_console()
     for title, rows in (
-        ("Recipes: depthdial train NAME", recipes),
+        ("Recipes: depthdial train NAME", complete),
+        ("Recipes that start from a model directory: depthdial train NAME --init MODEL", healing),
         ("Presets: depthdial plan NAME", presets),
         ("Corpora: --data.corpus NAME", corpora),
     ):
@@ -281,7 +189,6 @@ def run_list(options: Options) -> int:
 COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
     "sweep": (sweep_parser, run_sweep),
     "generate": (generate_parser, run_generate),
-    "plan": (plan_parser, run_plan),
     "list": (list_parser, run_list),
 }
 
@@ -306,125 +213,3 @@ def _spent(completion: Completion, seconds: float) -> str:
         f"{completion.completion_tokens / seconds:,.0f} tokens/s, "
         f"{ended[completion.finish_reason]}"
     )
-
-
-def _described(name: str) -> tuple[ModelConfig, DepthConfig, str]:
-    """Model and depth settings behind a name, and what kind of name it is.
-
-    Raises: ValueError or FileNotFoundError.
-    """
-    from depthdial.api import load_recipe
-    from depthdial.model.presets import preset, preset_names
-    from depthdial.recipes import recipe_names
-
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        if not _is_recipe(path):
-            return ModelConfig.from_file(path), DepthConfig(), f"model {path}"
-        recipe = Recipe.from_file(path)
-        return recipe.model, recipe.depth, f"recipe {path}"
-    if name in recipe_names():
-        recipe = load_recipe(name)
-        return recipe.model, recipe.depth, f"recipe {name}"
-    if path.suffix in (".yaml", ".yml", ".json") or path.parent != Path("."):
-        raise FileNotFoundError(f"no configuration at {path}")
-    if name not in preset_names():
-        known = [*preset_names(), *recipe_names()]
-        raise ValueError(f"'{name}' is no preset, recipe or file.{nearest_name(name, known)}")
-    return preset(name), DepthConfig(), f"preset {name}"
-
-
-def _is_recipe(path: Path) -> bool:
-    """Whether a config file is of a whole run, not of a model alone. Damaged ones count as such:
-    reading them says what is wrong.
-    """
-    try:
-        values = load_yaml(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError):
-        return True
-    return not isinstance(values, dict) or "model" in values or "model_type" not in values
-
-
-def _print_plan(
-    plans: dict[CachePolicy, Plan], config: ModelConfig, *, source: str, dtype: str
-) -> None:
-    """Compute and memory per loop count."""
-    console, own = result_console(), plans[config.loop.cache_policy]
-    parameters, split = own.parameters, "/".join(map(str, config.split))
-    extra = f" ({short_count(parameters.modulation)} modulation)" if config.modulation else ""
-    console.print(
-        f"{source}\n"
-        f"{short_count(parameters.total)} parameters{extra}, {size(own.weight_bytes)} in {dtype}\n"
-        f"{split} sublayers in prelude/core/coda, trained with 1..{config.max_loops} loops\n",
-        soft_wrap=True,
-    )
-    marks = {row.num_loops: "*" if row.is_beyond_max_loops else "" for row in own.rows}
-    compute = [
-        (
-            f"{row.num_loops}{marks[row.num_loops]}",
-            f"{row.executed_sublayers}",
-            f"{row.depth_ratio:.2f}",
-            flops(row.prompt_flops_per_token),
-            flops(row.decode_flops_per_token),
-        )
-        for row in own.rows
-    ]
-    columns = ("k", "sublayers", "x k=1", "prompt, per token", "decode, per token")
-    title = f"Compute at {own.context:,} tokens of context"
-    console.print(table(title, columns, compute), "")
-    console.print(_memory_table(plans, own, marks=marks, dtype=dtype))
-    if any(marks.values()):
-        console.print(f"* outside training: more loops than max_loops = {config.max_loops}")
-    if own.is_beyond_max_context:
-        console.print(f"longer than the context the model is meant for ({config.max_context:,})")
-
-
-def _memory_table(
-    plans: dict[CachePolicy, Plan], own: Plan, *, marks: dict[int, str], dtype: str
-) -> Table:
-    """Bytes per loop count: a column for policies alike, two where a prompt needs another size."""
-    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for policy, plan in plans.items():
-        sizes = tuple((row.cache_peak_bytes, row.cache_steady_bytes) for row in plan.rows)
-        alike.setdefault(sizes, []).append(policy)
-    columns: list[tuple[str, list[int]]] = []
-    for sizes, policies in alike.items():
-        names, peaks = "\n".join(policies), [peak for peak, _ in sizes]
-        steady = [after for _, after in sizes]
-        if peaks == steady:
-            columns.append((names, steady))
-        else:
-            columns += [(f"{names}\nprompt", peaks), (f"{names}\nafter it", steady)]
-    rows = []
-    for idx, row in enumerate(own.rows):
-        cells = [size(num_bytes[idx]) for _, num_bytes in columns]
-        rows.append([f"{row.num_loops}{marks[row.num_loops]}", *cells, size(row.memory_peak_bytes)])
-    headings = ["k", *(name for name, _ in columns), f"weights and\n{own.cache_policy}"]
-    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
-    return table(title, headings, rows)
-
-
-def _print_training(plan: Plan, config: ModelConfig, depth: DepthConfig) -> None:
-    """ELR's ratio of training cost, and the depth draws it holds for."""
-    if depth.fixed_loops is not None:
-        draws = f"always {depth.fixed_loops} loop{'s' if depth.fixed_loops > 1 else ''}"
-    else:
-        draws = f"{depth.sampler} draws from 1..{config.max_loops} loops"
-    if depth.override_frac:
-        draws += f", {depth.override_frac:g} kept at one loop"
-    result_console().print(
-        f"\nTraining: {plan.training_cost_ratio:.2f} times the executed sublayers of one-loop "
-        f"training on the same\ntokens.\nDepth: {draws}, mean {plan.mean_training_loops:.2f}, "
-        f"in {1 - depth.switch_frac:.0%} of the steps"
-    )
-
-
-def _print_guesses(name: str) -> None:
-    """Which fields of a preset its source leaves open."""
-    from depthdial.model.presets import GUESSED_FIELDS
-
-    guessed = GUESSED_FIELDS.get(name.removesuffix("-modulated"))
-    if guessed:
-        result_console().print(f"\nGuessed, as not published: {', '.join(guessed)}")

@@ -1,7 +1,7 @@
 """Parsers of the command line: strict flags with near names, recipe keys as dotted flags.
 
 Here live how text becomes values and how the keys of a recipe become flags with units and ranges.
-What the commands do is in `cli_train.py` and `cli_model.py`.
+What the commands do is in the modules that `cli.COMMANDS` names.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jsonargparse
 
@@ -20,11 +20,23 @@ from depthdial.eval.stats import EQUAL_MARGIN_NATS
 
 if TYPE_CHECKING:
     from depthdial.api import Model
-    from depthdial.data.synthetic import PointerPrograms
     from depthdial.eval.depth_sweep import DepthSweep
     from depthdial.eval.latency import Latency
+    from depthdial.train.sources import TaskRows
 
 TIMED_TOKENS = 8
+
+
+class EvaluationData(NamedTuple):
+    """What a model is measured on: text (a prepared folder, or files) or the rows of a task.
+
+    described: in words; context: tokens that predict one another.
+    """
+
+    text: str | list[Path] | None
+    task: TaskRows | None
+    described: str
+    context: int
 
 
 def sweep_parser() -> jsonargparse.ArgumentParser:
@@ -121,7 +133,6 @@ def _check_target(path: Path) -> None:
 def _measure(options: Options) -> Measurement:
     from depthdial.api import load, sweep
     from depthdial.api_paths import loops_in_training, model_folder
-    from depthdial.data.synthetic import PointerPrograms
     from depthdial.eval.depth_sweep import default_loops
 
     loops = None if options.num_loops is None else loop_counts(options.num_loops)
@@ -130,30 +141,35 @@ def _measure(options: Options) -> Measurement:
     if loops is None:
         loops = default_loops(model.config.max_loops)
     other = None if options.baseline is None else load(options.baseline, device=options.device)
-    data, described, context = _evaluation_data(options, model)
-    is_text = not isinstance(data, PointerPrograms)
-    _check_fits(options.model, model, context=context)
+    data = _evaluation_data(options, model)
+    _check_fits(options.model, model, data)
     if other is not None:
-        _check_fits(options.baseline, other, context=context)
+        _check_fits(options.baseline, other, data)
         if other.tokenizer.to_json() != model.tokenizer.to_json():
             raise ValueError(
                 f"{options.model} and {options.baseline} have different tokenizers, so their "
                 "losses per token cannot be compared. Give a baseline with the same tokenizer."
             )
-    common = {"context": context if is_text else None, "precision": options.precision}
+    measured_on = data.text if data.task is None else data.task
+    common = {
+        "context": data.context if data.task is None else None,
+        "precision": options.precision,
+    }
     remark(f"measuring {len(loops)} loop counts ...")
-    result = sweep(model, data, loops=loops, trained_loops=loops_in_training(folder), **common)
+    trained = loops_in_training(folder)
+    result = sweep(model, measured_on, loops=loops, trained_loops=trained, **common)
     baseline, baseline_loops = None, 1
     if other is not None:
         baseline_loops = other.config.num_loops
-        baseline = sweep(other, data, loops=[baseline_loops], **common)
+        baseline = sweep(other, measured_on, loops=[baseline_loops], **common)
         result.check_paired(baseline)
-    latency = None if options.no_timing else _latency(options, model, result, context=context)
+    latency = None if options.no_timing else _latency(options, model, result, data.context)
     return Measurement(
         model=model,
         sweep=result,
-        data=described,
-        context=context,
+        data=data.described,
+        task=data.task,
+        context=data.context,
         baseline=baseline,
         baseline_loops=baseline_loops,
         precision=options.precision,
@@ -161,19 +177,22 @@ def _measure(options: Options) -> Measurement:
     )
 
 
-def _check_fits(name: str, model: Model, *, context: int) -> None:
+def _check_fits(name: str, model: Model, data: EvaluationData) -> None:
     """Raises: ValueError for rows that the model was not made for."""
     limit = model.config.max_context
-    if not 1 <= context <= limit:
+    if not 1 <= data.context <= limit:
+        what_to_do = (
+            f"Give --context from 1 to {limit}."
+            if data.task is None
+            else "Give a model of at least that context."
+        )
         raise ValueError(
-            f"rows of {context} tokens do not fit {name}, whose context is {limit}. Give "
-            f"--context from 1 to {limit}."
+            f"rows of {data.context} tokens do not fit {name}, whose context is {limit}. "
+            f"{what_to_do}"
         )
 
 
-def _latency(
-    options: Options, model: Model, swept: DepthSweep, *, context: int
-) -> dict[int, Latency]:
+def _latency(options: Options, model: Model, swept: DepthSweep, context: int) -> dict[int, Latency]:
     """Milliseconds per token in the precision of the losses."""
     import torch
 
@@ -190,14 +209,15 @@ def _latency(
         )
 
 
-def _evaluation_data(
-    options: Options, model: Model
-) -> tuple[str | list[Path] | PointerPrograms, str, int]:
-    """What to measure on, in words too, and the context: the flags', or else the run's."""
+def _evaluation_data(options: Options, model: Model) -> EvaluationData:
+    """What the flags name, or else the held-out data of the run.
+
+    Raises: UsageError, ValueError.
+    """
     from depthdial.api_paths import run_recipe
     from depthdial.data.shards import META_FILE
-    from depthdial.data.synthetic import PointerPrograms
-    from depthdial.train.sources import VALIDATION_SEED, prepared_folder
+    from depthdial.studies.finished_run import run_folder
+    from depthdial.train.sources import task_rows
 
     recipe = run_recipe(options.model)
     context = number(options.context, "--context", whole=True)
@@ -206,20 +226,20 @@ def _evaluation_data(
     if options.data is not None:
         paths = [Path(path) for path in options.data]
         if len(paths) == 1 and (paths[0] / META_FILE).is_file():
-            return str(paths[0]), f"held-out documents of {paths[0]}", context
-        return paths, ", ".join(options.data), context
+            described = f"held-out documents of {paths[0]}"
+            return EvaluationData(str(paths[0]), None, described, context)
+        return EvaluationData(paths, None, ", ".join(options.data), context)
     if recipe is None:
         raise ValueError(
             f"{options.model} is not part of a run, so it is not known what to measure on. Give "
             "--data with a prepared folder or text files."
         )
     if recipe.data.task is not None:
+        task = task_rows(recipe, split="valid", tokenizer=model.tokenizer)
         if options.context is not None:
             raise UsageError(
-                f"--context has no effect on pointer programs, which are {recipe.data.context} "
-                "words long."
+                f"--context has no effect on {task.title}: a row is {task.row_words}. Leave it out."
             )
-        programs = PointerPrograms(VALIDATION_SEED, context=context, split="valid")
-        return programs, "unseen pointer programs", context
-    folder = prepared_folder(recipe)
-    return str(folder), f"held-out documents of {folder}", context
+        return EvaluationData(None, task, f"unseen {task.title}, {task.row_words} each", context)
+    folder = run_folder(recipe, model.tokenizer)
+    return EvaluationData(str(folder), None, f"held-out documents of {folder}", context)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from depthdial.eval.depth_sweep import DepthSweep
     from depthdial.eval.latency import Latency
     from depthdial.eval.stats import Interval
+    from depthdial.train.sources import TaskRows
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Measurement:
 
     Fields:
         data: where the documents come from, in words.
+        task: rows that were solved; None for text.
         context: tokens that predict one another.
         baseline: the other model's sweep, and the loop count it is compared at.
         precision: of losses and of timing.
@@ -33,6 +35,7 @@ class Measurement:
     model: Model
     sweep: DepthSweep
     data: str
+    task: TaskRows | None
     context: int
     baseline: DepthSweep | None
     baseline_loops: int
@@ -41,7 +44,7 @@ class Measurement:
 
 
 class DepthAccuracy(NamedTuple):
-    """Answers at one dependency depth (1: a literal, one more per look-up), and the right ones."""
+    """Answers at one dependency depth, and the right ones."""
 
     dependency_depth: int
     answers: int
@@ -49,11 +52,11 @@ class DepthAccuracy(NamedTuple):
 
 
 def print_tables(measured: Measurement, *, margin: float) -> None:
-    """Loss and cost; right answers for pointer programs; the difference from a baseline."""
+    """Loss and cost; right answers of a task; the difference from a baseline."""
     _print_loss(measured)
     _print_cost(measured)
-    if measured.sweep.correct_KNP is not None:
-        _print_accuracy(measured.sweep)
+    if measured.task is not None:
+        _print_accuracy(measured.sweep, measured.task)
     if measured.baseline is not None:
         _print_baseline(measured, margin=margin)
 
@@ -69,6 +72,7 @@ def as_json(measured: Measurement, *, margin: float) -> dict[str, Any]:
         "unit": "nats per token",
         "precision": measured.precision,
         "max_loops": sweep.max_loops,
+        **({} if measured.task is None else {"chance_accuracy": measured.task.chance_accuracy}),
         **({} if measured.baseline is None else {"margin": margin}),
         "depths": [_depth_as_json(measured, k, margin=margin) for k in sweep.loops],
     }
@@ -129,18 +133,22 @@ def _print_loss(measured: Measurement) -> None:
         ]
         rows.append([*row, f"{sweep.bits_per_byte(k):.3f}"] if has_text else row)
     columns = ["k", "loss", "95 % interval", "change", "95 % interval"]
+    rows_word, scored_word = (
+        ("documents", "tokens") if measured.task is None else ("rows", "answers")
+    )
     console.print(
-        f"{measured.data}\n{len(sweep.names):,} documents, "
-        f"{short_count(int(sweep.tokens_N.sum()))} tokens, rows of {measured.context} tokens\n",
+        f"{measured.data}\n{len(sweep.names):,} {rows_word}, "
+        f"{short_count(int(sweep.tokens_N.sum()))} {scored_word}, rows of {measured.context} "
+        "tokens\n",
         soft_wrap=True,
     )
     columns = [*columns, "bits/byte"] if has_text else columns
     console.print(table("Loss in nats per token", columns, rows))
     if len(sweep.names) < 2:
-        console.print("no intervals: they need at least 2 documents")
+        console.print(f"no intervals: they need at least 2 {rows_word}")
     elif len(sweep.names) < FEW_DOCUMENTS:
         console.print(
-            f"only {len(sweep.names)} documents: wide intervals, and one of them can decide",
+            f"only {len(sweep.names)} {rows_word}: wide intervals, and one of them can decide",
             soft_wrap=True,
         )
     if not all(map(sweep.is_trained, sweep.loops)):
@@ -176,10 +184,8 @@ def _print_cost(measured: Measurement) -> None:
         )
 
 
-def _print_accuracy(sweep: DepthSweep) -> None:
+def _print_accuracy(sweep: DepthSweep, task: TaskRows) -> None:
     """Right answers by dependency depth: rows are depths, columns loop counts."""
-    from depthdial.data.synthetic import NUM_VALUES
-
     by_loops = [_accuracy(sweep, k) for k in sweep.loops]
     rows = [
         [
@@ -193,7 +199,7 @@ def _print_accuracy(sweep: DepthSweep) -> None:
     console = result_console()
     console.print("", table("Right answers by dependency depth", columns, rows))
     console.print(
-        f"depth 1 is a literal, each further depth one look-up; guessing gives {1 / NUM_VALUES:.1%}"
+        f"{task.depth_words}; {task.guess_words} gives {task.chance_accuracy:.1%}", soft_wrap=True
     )
 
 

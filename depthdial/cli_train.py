@@ -42,7 +42,7 @@ def train_parser() -> jsonargparse.ArgumentParser:
         "  depthdial train tiny-text\n"
         "  depthdial train tiny-text --name wide --model.d_model 128 --train.steps 2000\n"
         "  depthdial train tiny-text --data.path my-data --model.vocab_size 4096\n"
-        "  depthdial train healing.yaml --init models/elastic --train.steps 500",
+        "  depthdial train heal-text --init models/elastic --train.steps 500",
     )
     parser.add_argument("recipe", help="a shipped recipe (`depthdial list`) or a YAML or JSON file")
     parser.add_argument(
@@ -243,27 +243,17 @@ COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[O
 
 
 def _recipe(options: Options) -> Recipe:
-    """The recipe of `train` with its flags; `--init` is resolved to a model directory.
+    """The recipe of `train` with its flags.
 
-    Raises: UsageError; ValueError or FileNotFoundError as `load_recipe` and `model_folder`.
+    Raises: UsageError; ValueError or FileNotFoundError as `load_recipe`.
     """
-    from depthdial.api import load_recipe
-    from depthdial.api_paths import model_folder
-    from depthdial.config import Recipe
-    from depthdial.recipes import recipe_file
+    from depthdial.api_recipes import load_recipe
 
     overrides = recipe_overrides(options)
-    if options.init is None:
-        return load_recipe(options.recipe, overrides)
-    if overrides.pop("train.init", options.init) != options.init:
-        raise UsageError("--init and --train.init name two models; give one of them.")
-    path = Path(options.recipe)
-    if not path.suffix and not path.is_file():
-        path = recipe_file(options.recipe)
-    # Limits of the model must change before the recipe is checked against them.
-    of_model = {key: value for key, value in overrides.items() if key.startswith("model.")}
-    recipe = Recipe.from_file(path, init=str(model_folder(options.init)), changes=of_model)
-    return load_recipe(recipe, overrides)
+    if options.init is not None:
+        if overrides.setdefault("train.init", options.init) != options.init:
+            raise UsageError("--init and --train.init name two models; give one of them.")
+    return load_recipe(options.recipe, overrides)
 
 
 def _train(recipe: Recipe, start: Callable[[Any], TrainResult], *, first_step: int) -> int:

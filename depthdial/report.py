@@ -103,7 +103,7 @@ def _section_view(section: Section, *, prefix: str) -> dict[str, Any]:
     }
     if section.baseline is not None or len(section.depths) > 1:
         figures["difference"] = report_figures.difference_svg(section, prefix=prefix)
-    if section.kind == "pointer_program":
+    if section.has_depths:
         figures["accuracy"] = report_figures.accuracy_svg(section, prefix=prefix)
     if section.training_curve:
         figures["training"] = report_figures.training_svg(section, prefix=prefix)

@@ -148,7 +148,7 @@ class Section(ReportModel):
     """One model, its baseline, and one evaluation set."""
 
     name: Annotated[str, Field(min_length=1)]
-    kind: Literal["text", "pointer_program"]
+    kind: Literal["text", "pointer_program", "pointer_chain"]
     what: Annotated[str, Field(min_length=1)]
     """One neutral sentence on the task and the evaluation set."""
     unit: str = "nats per token"
@@ -157,13 +157,13 @@ class Section(ReportModel):
     level: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.95
     """Of every interval of the section."""
     documents: Count
-    """Evaluated documents: what intervals are resampled over."""
+    """Evaluated documents, or rows of a task: what intervals are resampled over."""
     tokens: Count
-    """Evaluated tokens."""
+    """Evaluated tokens, or answers."""
     num_seeds: Count
     """Independent trainings behind the section."""
     chance_accuracy: Share | None = None
-    """Accuracy of guessing; only drawn for pointer programs."""
+    """Accuracy of guessing; only for tasks with dependency depths."""
     baseline: Measured | None = None
     """The matched model without loops."""
     depths: Annotated[list[Depth], Field(min_length=1)]
@@ -178,6 +178,17 @@ class Section(ReportModel):
     hardware: str
     """Machines and threads that trained and measured, saying which did what."""
 
+    @property
+    def has_depths(self) -> bool:
+        """Whether answers are counted by dependency depth."""
+        return self.kind != "text"
+
+    @property
+    def row_word(self) -> str:
+        """What one of `documents` is."""
+        words = {"text": "document", "pointer_program": "program", "pointer_chain": "row"}
+        return words[self.kind]
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         counts = [depth.num_loops for depth in self.depths]
@@ -190,8 +201,8 @@ class Section(ReportModel):
                 raise ValueError(f"{where}: vs_baseline goes with a baseline, and needs one.")
             if (depth.vs_previous is None) != (depth is self.depths[0]):
                 raise ValueError(f"{where}: every loop count but the first needs vs_previous.")
-            if (depth.accuracy_by_depth is None) != (self.kind == "text"):
-                raise ValueError(f"{where}: accuracy_by_depth goes with kind 'pointer_program'.")
+            if (depth.accuracy_by_depth is not None) != self.has_depths:
+                raise ValueError(f"{where}: accuracy_by_depth goes with every kind but 'text'.")
         if not any(depth.trained for depth in self.depths):
             raise ValueError("no loop count is marked as trained; a report needs at least one.")
         timed = [d for d in self.depths if d.ms_per_token_min is not None]

@@ -71,7 +71,7 @@ def possible_reach(accuracies: Sequence[DepthAccuracy]) -> int:
 
 def find_reaches(section: Section) -> list[Finding]:
     """How deep the solved dependency chains are at each trained loop count."""
-    if section.kind != "pointer_program":
+    if not section.has_depths:
         return []
     trained = [depth for depth in section.depths if depth.trained]
     listed = ", ".join(f"k = {d.num_loops}: {_text(d)}" for d in trained)
@@ -98,8 +98,8 @@ def find_reaches(section: Section) -> list[Finding]:
             Finding("against", f"No deeper chain is solved at {names(changes['same'])}.")
         )
     if changes["undecided"]:
-        text = f"Undecided at this number of programs: the reach at {names(changes['undecided'])}."
-        findings.append(Finding("open", text))
+        text = f"Undecided at this number of {section.row_word}s: the reach at "
+        findings.append(Finding("open", f"{text}{names(changes['undecided'])}."))
     full = [depth for depth in trained if _reach(depth) == _last(depth)]
     if full:
         words = f"solve every measured dependency depth, up to {_last(full[0])}"
@@ -111,7 +111,7 @@ def find_reaches(section: Section) -> list[Finding]:
 def reach_in_short(section: Section) -> list[Finding]:
     """The part of the page's first sentence that is about reaches."""
     moves = trained_moves(section)
-    if section.kind != "pointer_program" or not moves:
+    if not section.has_depths or not moves:
         return []
     changes = _changes(section)
     first, last = moves[0][0], moves[-1][1]
@@ -188,23 +188,23 @@ def _against_baseline(section: Section) -> list[Finding]:
 
 
 def _reach(measured: Measured) -> int:
-    assert measured.accuracy_by_depth, "sections of pointer programs are validated to have cells"
+    assert measured.accuracy_by_depth, "sections with dependency depths are validated to have cells"
     return reach(measured.accuracy_by_depth)
 
 
 def _possible(measured: Measured) -> int:
-    assert measured.accuracy_by_depth, "sections of pointer programs are validated to have cells"
+    assert measured.accuracy_by_depth, "sections with dependency depths are validated to have cells"
     return possible_reach(measured.accuracy_by_depth)
 
 
 def _last(measured: Measured) -> int:
-    assert measured.accuracy_by_depth, "sections of pointer programs are validated to have cells"
+    assert measured.accuracy_by_depth, "sections with dependency depths are validated to have cells"
     return measured.accuracy_by_depth[-1].dependency_depth
 
 
 def _text(measured: Measured) -> str:
     """`5`, `none`, or `5 (6 to 7 undecided)`."""
-    assert measured.accuracy_by_depth, "sections of pointer programs are validated to have cells"
+    assert measured.accuracy_by_depth, "sections with dependency depths are validated to have cells"
     shown, possible = _reach(measured), _possible(measured)
     first = measured.accuracy_by_depth[0].dependency_depth
     text = "none" if shown < first else str(shown)

@@ -47,7 +47,8 @@ def find_all(section: Section) -> list[Finding]:
 def summarise_section(section: Section) -> str:
     """One sentence for the top of the page, contradictions first."""
     if section.documents < 2:
-        return "One document was measured: without intervals nothing is said about loops."
+        one = f"One {section.row_word} was measured"
+        return f"{one}: without intervals nothing is said about loops."
     parts = [*_tax_in_short(section), *_gains_in_short(section), *reach_in_short(section)]
     parts.sort(key=lambda finding: _ORDER[finding.kind])
     text = "; ".join(part.text for part in parts)
@@ -88,7 +89,7 @@ def _tax(section: Section) -> list[Finding]:
 
 def _intervalname(section: Section) -> str:
     if section.documents < 2:
-        return "no interval: one document"
+        return f"no interval: one {section.row_word}"
     return f"{percent(section.level)} interval"
 
 
@@ -147,11 +148,11 @@ def _gains(section: Section) -> list[Finding]:
             text += f" Resolved from zero, yet that small: {names(resolved)}."
         findings.append(Finding("against", text))
     if moves["undecided"]:
-        text = f"Undecided at this number of documents: {listed(moves['undecided'])}."
+        text = f"Undecided at this number of {section.row_word}s: {listed(moves['undecided'])}."
         findings.append(Finding("open", text))
     if moves["no interval"]:
-        text = f"Measured on one document, so nothing is claimed: {listed(moves['no interval'])}."
-        findings.append(Finding("limit", text))
+        text = f"Measured on one {section.row_word}, so nothing is claimed: "
+        findings.append(Finding("limit", f"{text}{listed(moves['no interval'])}."))
     if moves["lower"]:
         findings.append(Finding("shown", _falls(section, moves["lower"], all_moves)))
     return findings
@@ -191,17 +192,18 @@ def _limits(section: Section) -> list[Finding]:
             text += f" Measured there: {'; '.join(judged)}."
         texts.append(text)
     if section.documents < 2:
-        texts.append("One document has no interval, so no finding here is more than its number.")
+        one = f"One {section.row_word}"
+        texts.append(f"{one} has no interval, so no finding here is more than its number.")
         return [Finding("limit", text) for text in [*texts, *_training_limit(section)]]
-    spread = "the choice of documents, not the spread between trainings"
+    spread = f"the choice of {section.row_word}s, not the spread between trainings"
     if section.num_seeds == 1:
         texts.append(f"One training seed: the intervals cover {spread}, which may be larger.")
     else:
         texts.append(f"{section.num_seeds} training seeds; each interval covers {spread}.")
     if section.documents < FEW_DOCUMENTS:
         texts.append(
-            f"Only {section.documents} documents: intervals are widened for it (Student's t), and "
-            "one unusual document can decide them."
+            f"Only {section.documents} {section.row_word}s: intervals are widened for it "
+            f"(Student's t), and one unusual {section.row_word} can decide them."
         )
     return [Finding("limit", text) for text in [*texts, *_training_limit(section)]]
 

@@ -144,3 +144,65 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_run(tiny_folder: Path) -> Path:
     """The looped run of `tiny_folder`."""
     return tiny_folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def byte_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with a tokenizer of single bytes: something that runs can start from."""
+    from depthdial.config import LoopConfig, ModelConfig
+    from depthdial.data.tokenizer import train_bpe
+    from depthdial.model.checkpoint import save_model
+    from depthdial.model.looped_lm import LoopedLM
+
+    folder = tmp_path_factory.mktemp("bases") / "bytes"
+    config = ModelConfig(
+        vocab_size=257, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
+        d_ff=32, max_context=48, num_loops=2, max_loops=3, tie_embeddings=True,
+        loop=LoopConfig(update="adaptive_delta"),
+    )  # fmt: skip
+    save_model(LoopedLM(config, seed=0), folder)
+    train_bpe(TEXTS, 257).save(folder)
+    return folder
+
+
+CHAIN_RECIPE: dict[str, Any] = {
+    "name": "chains",
+    "data": {"task": "pointer_chain", "num_chains": 2, "chain_length": 3, "context": 42},
+    "depth": {"sampler": "listed", "listed_loops": [1, 2], "num_depth_slices": 2},
+    "train": {
+        "steps": 4, "batch_size": 4, "val_every": 2, "val_rows": 4, "checkpoint_every": 2,
+        "precision": "fp32",
+    },
+}  # fmt: skip
+"""A recipe without model: short pointer chains, in the letters of the model it starts from."""
+
+
+@pytest.fixture(scope="session")
+def chain_recipe(byte_base: Path) -> Callable[..., Any]:
+    """Makes the recipe of chains that starts from `byte_base`, with some keys changed."""
+    from depthdial.config import Recipe
+
+    def make(**changes: Any) -> Recipe:
+        values = json.loads(json.dumps(CHAIN_RECIPE))
+        values["train"]["init"] = str(byte_base)
+        return Recipe.from_dict(values).replace(**changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def chain_run(
+    chain_recipe: Callable[..., Any], byte_base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run on chains whose model directory is gone; change nothing in it."""
+    import shutil
+
+    import depthdial
+
+    root = tmp_path_factory.mktemp("chains")
+    moved = shutil.copytree(byte_base, root / "moved")
+    recipe = chain_recipe(**{"train.init": str(moved)})
+    result = depthdial.train(recipe, root=root)
+    assert (result.status, result.step) == ("finished", 4)
+    shutil.rmtree(moved)
+    return result.path

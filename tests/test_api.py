@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +15,47 @@ import torch
 import depthdial
 from depthdial.api import Model, load_recipe, model_folder
 from depthdial.api_data import token_documents
-from depthdial.config import ModulationConfig, Recipe
+from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, Recipe
+from depthdial.convert.retrofit import convert
+from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import PointerPrograms, pointer_tokenizer
 from depthdial.data.text import prepare
+from depthdial.data.tokenizer import train_bpe
 from depthdial.engine.generate import generate
 from depthdial.eval.depth_sweep import POINTER_ROWS, sweep_documents
+from depthdial.model.checkpoint import read_config, read_tensors, save_model
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.presets import preset
-from depthdial.recipes import recipe_names
+from depthdial.recipes import needs_init, recipe_file, recipe_names
 
 
 @pytest.fixture(scope="module")
 def model(tiny_run: Path) -> Model:
     return depthdial.load(tiny_run)
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory, tiny_texts: list[str]) -> Path:
+    """A dense model made elastic; `data` beside it is text prepared with its tokenizer."""
+    root = tmp_path_factory.mktemp("elastic")
+    config = ModelConfig(
+        vocab_size=257, d_model=16, split=(2, 4, 2), num_heads=2, num_kv_heads=1, head_dim=8,
+        d_ff=32, max_context=128, num_loops=1, max_loops=1, tie_embeddings=True,
+        loop=LoopConfig(update="replace"),
+    )  # fmt: skip
+    save_model(LoopedLM(config, seed=0), root / "dense")
+    tokenizer = train_bpe(tiny_texts, 257)
+    tokenizer.save(root / "dense")
+    (root / "texts").mkdir()
+    for number, text in enumerate(tiny_texts):
+        (root / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    prepare([root / "texts"], root / "data", tokenizer=tokenizer, valid_frac=0.3)
+    convert(
+        root / "dense", root / "elastic", method="joint-deltas", core="1:3", options={"rank": 2},
+        texts=root / "texts",
+    )  # fmt: skip
+    return root / "elastic"
 
 
 @pytest.fixture
@@ -277,6 +305,33 @@ class TestSweep:
         assert len(sweep.names) == POINTER_ROWS
         assert sweep.correct_KNP is not None
 
+    def test_pointer_chains_are_answered_with_digits_by_look_ups(
+        self, chain_run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("depthdial.eval.depth_sweep.CHAIN_ROWS", 10)
+        model = depthdial.load(chain_run)
+        chains = PointerChains(model.tokenizer, 7, num_chains=1, chain_length=4, split="valid")
+        sweep = depthdial.sweep(chain_run, chains, loops=[1, 2, 3])
+        assert len(sweep.names) == 10 and sweep.trained_loops == (1, 2)
+        assert sweep.total_NP is not None
+        assert sweep.total_NP.tolist() == [[1, 1, 1, 1]] * 10
+
+    def test_pointer_chains_that_do_not_fit_the_model_are_refused(
+        self, chain_run: Path, model: Model
+    ) -> None:
+        tokenizer = depthdial.load(chain_run).tokenizer
+        chains = PointerChains(tokenizer, 0, num_chains=2, chain_length=4)
+        with pytest.raises(ValueError, match="rows of 56 tokens do not fit this model"):
+            depthdial.sweep(chain_run, chains)
+        with pytest.raises(
+            ValueError, match="stride=4 has no effect on pointer chains: a row is 2"
+        ):
+            depthdial.sweep(chain_run, chains, stride=4)
+        with pytest.raises(
+            ValueError, match="written in 257 tokens, this model's tokenizer has 300"
+        ):
+            depthdial.sweep(model, chains)
+
     def test_a_path_of_a_run_stands_for_its_model(
         self, tiny_run: Path, model: Model, tiny_texts: list[str]
     ) -> None:
@@ -316,8 +371,62 @@ class TestSweep:
 
 class TestRecipes:
     @pytest.mark.parametrize("name", recipe_names())
-    def test_every_shipped_recipe_is_valid_and_named_as_its_file(self, name: str) -> None:
-        assert load_recipe(name).name == name
+    def test_every_shipped_recipe_is_valid_and_named_as_its_file(
+        self, name: str, elastic: Path
+    ) -> None:
+        changes = {"train.init": str(elastic)} if needs_init(recipe_file(name)) else {}
+        assert load_recipe(name, changes).name == name
+
+    def test_a_healing_recipe_takes_the_model_that_it_starts_from(self, elastic: Path) -> None:
+        recipe = load_recipe("heal-text", {"train.init": str(elastic), "model.max_loops": 5})
+        assert recipe.model == read_config(elastic).replace(max_loops=5)
+        assert (recipe.optim.optimizer, recipe.optim.lr) == ("adamw", 1e-3)
+        assert recipe.depth.listed_loops == (1, 1, 2, 2, 3, 4)
+        assert (recipe.train.steps, recipe.train.batch_size, recipe.data.context) == (160, 4, 128)
+
+    def test_a_healing_recipe_without_a_model_to_start_from_says_so(self) -> None:
+        with pytest.raises(ValueError, match="missing key 'model'. .* name one with --init"):
+            load_recipe("heal-text")
+
+    def test_init_is_a_run_too_and_its_newest_checkpoint_is_taken(self, tiny_run: Path) -> None:
+        changes = {"train.init": str(tiny_run), "data.context": 48}
+        recipe = load_recipe("tiny-text", changes)
+        assert recipe.train.init == str(tiny_run / "checkpoints" / "step_4")
+        assert recipe.model.max_loops == 3
+        assert load_recipe(recipe, {"train.init": str(tiny_run)}) == recipe
+
+    def test_everything_changes_before_a_file_is_checked_against_the_folder(
+        self, elastic: Path, tmp_path: Path
+    ) -> None:
+        """Draws of 9 loops were once refused although both they and the limit were changed."""
+        path = tmp_path / "mine.yaml"
+        text = recipe_file("heal-text").read_text(encoding="utf-8")
+        path.write_text(text.replace("[1, 1, 2, 2, 3, 4]", "[9]"), encoding="utf-8")
+        changes = {"train.init": str(elastic), "depth.listed_loops": [2]}
+        assert load_recipe(path, changes).depth.listed_loops == (2,)
+        with pytest.raises(ValueError, match="depth.listed_loops=9 exceeds model.max_loops=4"):
+            load_recipe(path, {"train.init": str(elastic)})
+
+    def test_what_is_no_model_to_start_from_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="no model at"):
+            load_recipe("heal-text", {"train.init": str(tmp_path / "absent")})
+
+    def test_a_converted_model_is_healed_from_python(self, elastic: Path, tmp_path: Path) -> None:
+        """Every pattern of the recipe fits; only what the conversion added has changed."""
+        result = depthdial.train(
+            "heal-text", root=tmp_path, train__init=str(elastic), train__steps=2,
+            data__path=str(elastic.parent / "data"), data__context=16, train__val_rows=2,
+        )  # fmt: skip
+        before = read_tensors(elastic / "model.safetensors")
+        after = read_tensors(model_folder(result.path) / "model.safetensors")
+        changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+        assert changed and {name.partition(".")[0] for name in changed} <= {
+            "state_update", "visit_deltas",
+        }  # fmt: skip
+
+    def test_keys_of_chains_go_when_another_source_is_named(self, chain_recipe: Any) -> None:
+        recipe = load_recipe(chain_recipe(), {"data.corpus": "annual-messages"})
+        assert (recipe.data.task, recipe.data.num_chains) == (None, None)
 
     @pytest.mark.parametrize("name", ["tiny-text", "tiny-pointer"])
     def test_a_baseline_differs_from_its_recipe_only_in_what_loops(self, name: str) -> None:

@@ -478,6 +478,12 @@ class TestReportAndList:
         for name in (*recipe_names(), "gpt-0.5b", "annual-messages", "stdlib"):
             assert any(line.startswith(f"{name} ") for line in out.splitlines())
 
+    def test_list_tells_recipes_that_start_from_a_model_apart(self, cli: Command) -> None:
+        parts = cli("list").out.split("\n\n")
+        [healing] = [part for part in parts if "start from a model directory" in part]
+        assert "--init" in healing.splitlines()[0]
+        assert [line.split()[0] for line in healing.splitlines()[1:] if line] == ["heal-text"]
+
 
 def test_a_reader_that_leaves_a_pipe_causes_no_traceback() -> None:
     command = f"{sys.executable} -m depthdial.cli train --help | head -1"

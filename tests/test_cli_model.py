@@ -186,6 +186,7 @@ class TestPlan:
                 "override_frac=0.5 has no effect",
             ),
             (["nowhere/config.json"], 1, "no configuration at nowhere/config.json"),
+            (["heal-text"], 1, "recipe heal-text has no model of its own: it starts from a model"),
         ],
     )
     def test_wrong_input_is_told_what_is_allowed(

@@ -31,12 +31,16 @@ class TestSweep:
         assert "Loss in nats per token" in out and "Cost per token" in out
         assert max(len(line.rstrip()) for line in out.splitlines()[1:]) <= 80
 
-    def test_b15_loop_counts_beyond_training_are_marked(self, cli: Command, tiny_run: Path) -> None:
+    def test_b15_loop_counts_that_no_step_ran_are_marked(
+        self, cli: Command, tiny_run: Path
+    ) -> None:
         _, out, _ = cli("sweep", tiny_run, "--no-timing")
-        first = [line.split()[0] for line in out.splitlines() if line.strip()]
-        assert first.count("4*") == first.count("5*") == 2
-        assert "3*" not in first
-        assert "* outside training, which ran k = 1..3" in out
+        records = map(json.loads, (tiny_run / "metrics.jsonl").read_text().splitlines())
+        ran = {k for record in records for k in record.get("loops/per_slice", ())}
+        shown = re.findall(r"(?m)^ *(\d\*?) +[\d.]", out)
+        assert shown == [f"{k}" if k in ran else f"{k}*" for k in (1, 2, 3, 4, 5)] * 2
+        assert {1} < ran < {1, 2, 3, 4}
+        assert f"* outside training, which ran k = {', '.join(map(str, sorted(ran)))}\n" in out
 
     def test_b15_loop_counts_that_training_skipped_are_marked(
         self, cli: Command, tiny_flags: Command, tiny_folder: Path, tmp_path: Path
@@ -313,4 +317,65 @@ class TestPointerPrograms:
     def test_a_context_is_refused(self, cli: Command, pointer_run: Path) -> None:
         code, out, err = cli("sweep", pointer_run, "--context", "8")
         assert (code, out) == (2, "")
-        assert "--context has no effect on pointer programs, which are 16 words long" in err
+        assert (
+            "--context has no effect on pointer programs: a row is one program of 16 words" in err
+        )
+
+
+@pytest.fixture
+def few_chains(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Sweeps solve that many rows of chains."""
+    monkeypatch.setattr("depthdial.eval.depth_sweep.CHAIN_ROWS", 20)
+    return 20
+
+
+class TestPointerChains:
+    """A run that started from a model directory, which is gone."""
+
+    def test_answers_are_counted_by_look_ups(
+        self, cli: Command, chain_run: Path, few_chains: int
+    ) -> None:
+        code, out, err = cli("sweep", chain_run, "--no-timing", "--num-loops=1,2,3")
+        assert (code, err.splitlines()) == (0, ["measuring 3 loop counts ..."])
+        assert out.startswith(
+            "unseen pointer chains, 2 chains of 3 letters each\n20 rows, 120 answers, rows of 42 "
+            "tokens\n"
+        )
+        _, _, table = out.partition("Right answers by dependency depth")
+        rows = re.findall(r"(?m)^ *(\d) +(?:[\d.]+% +){3}(\d+)$", table)
+        assert rows == [("1", "40"), ("2", "40"), ("3", "40")]
+        assert table.splitlines()[-1] == (
+            "depth is the number of look-ups from a letter to its digit; naming the digit of any "
+            "chain gives 55.0%"
+        )
+
+    def test_json_holds_what_guessing_scores(
+        self, cli: Command, chain_run: Path, few_chains: int
+    ) -> None:
+        argv = ["sweep", chain_run, "--no-timing", "--num-loops=3", "--json"]
+        values = json.loads(cli(*argv).out)
+        assert values["chance_accuracy"] == pytest.approx(0.55)
+        [depth] = values["depths"]
+        assert [at["answers"] for at in depth["accuracy_by_depth"]] == [40, 40, 40]
+        assert not depth["is_trained"]
+
+    def test_a_context_is_refused(self, cli: Command, chain_run: Path) -> None:
+        code, out, err = cli("sweep", chain_run, "--context", "8")
+        assert (code, out) == (2, "")
+        assert "no effect on pointer chains: a row is 2 chains of 3 letters" in err
+
+    def test_text_can_be_measured_too(
+        self, cli: Command, chain_run: Path, tiny_folder: Path
+    ) -> None:
+        argv = ["sweep", chain_run, "--data", tiny_folder / "texts", "--num-loops=1", "--no-timing"]
+        code, out, _ = cli(*argv)
+        assert code == 0
+        assert "bits/byte" in out and "Right answers" not in out
+
+    def test_another_run_on_chains_is_a_baseline(
+        self, cli: Command, chain_run: Path, few_chains: int
+    ) -> None:
+        argv = ["sweep", chain_run, "--baseline", chain_run, "--num-loops=2", "--no-timing"]
+        code, out, _ = cli(*argv)
+        assert code == 0
+        assert re.search(r"(?m)^2 +\+0.0000 .* equal", out)

@@ -2,8 +2,7 @@
 
 A chain is a row of letters, each pointing at the next, the last at a digit; the depth of a
 letter is the number of look-ups from it to its digit. Lines of all chains are shuffled, and so
-are the questions, whose answers never stand in the text. Guessing among the digits that occur
-scores one over the number of chains.
+are the questions, whose answers never stand in the text. Chains may end at equal digits.
 Letters: B rows, T positions.
 """
 
@@ -53,6 +52,9 @@ class PointerChains:
 
     epoch_tokens = None
     """The rows never repeat."""
+    title = "pointer chains"
+    depth_words = "depth is the number of look-ups from a letter to its digit"
+    guess_words = "naming the digit of any chain"
 
     def __init__(
         self,
@@ -85,6 +87,20 @@ class PointerChains:
     def answer_ids(self) -> Tensor:
         """Token ids of the ten digits, the only answers, int64 [10]."""
         return torch.from_numpy(self.spelling.digits)
+
+    @property
+    def chance_accuracy(self) -> float:
+        """Share of right answers of who names the digit of any chain, without a look-up: it is
+        the right chain, or one that happens to end at the same digit."""
+        right_chain = 1 / self.num_chains
+        return right_chain + (1 - right_chain) / len(DIGITS)
+
+    @property
+    def row_words(self) -> str:
+        """What one row is."""
+        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
+        letters = "1 letter" if self.chain_length == 1 else f"{self.chain_length} letters"
+        return f"{chains} of {letters}"
 
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Rows and their targets: the digit at each question's `=`, IGNORE elsewhere.

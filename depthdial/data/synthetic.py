@@ -79,6 +79,10 @@ class PointerPrograms:
     vocab_size = VOCAB_SIZE
     answer_ids = None
     """Every word is tried as an answer."""
+    title = "pointer programs"
+    depth_words = "depth 1 is a literal, each further depth one look-up"
+    guess_words = "guessing"
+    chance_accuracy = 1 / NUM_VALUES
 
     def __init__(
         self,
@@ -107,6 +111,11 @@ class PointerPrograms:
         self.task_seed = task_seed
         self.table = function_table(task_seed)
         self.fingerprint = f"pointer programs of task seed {task_seed}"
+
+    @property
+    def row_words(self) -> str:
+        """What one row is."""
+        return f"one program of {self.context} words"
 
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Programs and their values; every position is scored.

@@ -1,7 +1,8 @@
 """Loss of the same documents at every loop count, kept per document.
 
-Intervals and verdicts are in `stats.py`, what each loop costs in `latency.py`. Loop counts that
-training never ran are evaluated too and marked; which those are is told by the caller.
+Intervals and verdicts are in `stats.py`, what each loop costs in `latency.py`, rows of text in
+`windows.py`. Loop counts that training never ran are evaluated too and marked; which those are is
+told by the caller.
 Letters: K swept loop counts, N documents, P dependency depths, B rows, T tokens.
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor
 
 from depthdial.data.packing import IGNORE, Batch
+from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenDocument, write_synced
 from depthdial.data.synthetic import count_by_depth
+from depthdial.eval.windows import collate, windows
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import check_num_loops
 
@@ -29,7 +32,9 @@ LOOPS_BEYOND_TRAINING = 2
 POINTER_ROWS = 1024
 """Pointer programs that a sweep solves: enough to show 90 % at every dependency depth below."""
 POINTER_MAX_DEPTH = 16
-"""Largest dependency depth whose answers are counted apart."""
+"""Largest dependency depth of programs whose answers are counted apart."""
+CHAIN_ROWS = 256
+"""Rows of pointer chains that a sweep solves; each asks once per chain at every depth."""
 
 
 def default_loops(max_loops: int) -> list[int]:
@@ -110,8 +115,11 @@ class DepthSweep:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DepthSweep:
-        """Inverse of `to_dict`."""
-        return cls(
+        """Inverse of `to_dict`. Raises: ValueError saying what is missing or does not fit."""
+        missing = [field.name for field in fields(cls) if field.name not in values]
+        if missing:
+            raise ValueError(f"it lacks the keys {', '.join(missing)}")
+        sweep = cls(
             loops=tuple(values["loops"]),
             max_loops=values["max_loops"],
             trained_loops=tuple(values["trained_loops"]),
@@ -121,6 +129,10 @@ class DepthSweep:
                 for name in ("tokens_N", "bytes_N", "nll_KN", "correct_KNP", "total_NP")
             },
         )
+        shape = (len(sweep.loops), len(sweep.names))
+        if np.shape(sweep.nll_KN) != shape or np.shape(sweep.tokens_N) != shape[1:]:
+            raise ValueError(f"its losses are no table of {shape[0]} loop counts x {shape[1]} rows")
+        return sweep
 
     def save(self, path: str | Path) -> None:
         """Write JSON; on any error the file is what it was.
@@ -146,8 +158,17 @@ class DepthSweep:
 
     @classmethod
     def load(cls, path: str | Path) -> DepthSweep:
-        """Read what `save` wrote."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """Read what `save` wrote. Raises: FileNotFoundError; ValueError for anything else."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError(f"it holds a {type(values).__name__}")
+            return cls.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no sweep ({error}). Give a file that `depthdial sweep --save`, "
+                "`depthdial report` or `DepthSweep.save` wrote."
+            ) from None
 
 
 class QuestionRows(Protocol):
@@ -167,34 +188,18 @@ class QuestionRows(Protocol):
         ...
 
 
-class Window(NamedTuple):
-    """One model row of a document: inputs, and targets with IGNORE where another row scores."""
+class QuestionCount(NamedTuple):
+    """How many rows a sweep solves, and the largest dependency depth that it counts apart."""
 
-    document_idx: int
-    tokens_T: np.ndarray
-    targets_T: np.ndarray
+    num_rows: int
+    max_depth: int
 
 
-def windows(
-    documents: Sequence[TokenDocument], *, context: int, stride: int, start_id: int | None
-) -> Iterator[Window]:
-    """Cut documents into rows of at most `context` inputs; every token is scored exactly once.
-
-    The first token is predicted from `start_id`; without one it is not scored. Rows overlap by
-    context - stride tokens, which are read again but not scored again.
-    """
-    for document_idx, document in enumerate(documents):
-        tokens_T = np.asarray(document.tokens_T, dtype=np.int64)
-        if start_id is not None:
-            tokens_T = np.concatenate([[start_id], tokens_T])
-        inputs_T, targets_T = tokens_T[:-1], tokens_T[1:]
-        scored, begin = 0, 0
-        while scored < len(targets_T):
-            end = min(begin + context, len(targets_T))
-            row_T = targets_T[begin:end].copy()
-            row_T[: scored - begin] = IGNORE
-            yield Window(document_idx, inputs_T[begin:end], row_T)
-            scored, begin = end, begin + stride
+def question_count(source: QuestionRows) -> QuestionCount:
+    """What a sweep of a task solves unless told otherwise."""
+    if isinstance(source, PointerChains):
+        return QuestionCount(CHAIN_ROWS, source.chain_length)
+    return QuestionCount(POINTER_ROWS, POINTER_MAX_DEPTH)
 
 
 @torch.no_grad()
@@ -236,7 +241,7 @@ def sweep_documents(
     nll_KN = np.zeros((len(loops), len(documents)))
     for start in range(0, len(rows), rows_per_forward):
         part = rows[start : start + rows_per_forward]
-        tokens_BT, targets_BT, real_BT = _collate(part)
+        tokens_BT, targets_BT, real_BT = collate(part)
         for k_idx, num_loops in enumerate(loops):
             logits_BTV = _logits(
                 model, tokens_BT, real_BT, num_loops=num_loops, precision=precision
@@ -260,8 +265,8 @@ def sweep_questions(
     source: QuestionRows,
     *,
     loops: Sequence[int],
-    num_rows: int = POINTER_ROWS,
-    max_depth: int = POINTER_MAX_DEPTH,
+    num_rows: int | None = None,
+    max_depth: int | None = None,
     rows_per_forward: int = 64,
     precision: str = "fp32",
     trained_loops: Sequence[int] | None = None,
@@ -269,10 +274,13 @@ def sweep_questions(
     """Loss and right answers by dependency depth; every row counts as one document.
 
     Args as in `sweep_documents`; the first `num_rows` rows of the source are solved, and answers
-    at dependency depths above `max_depth` count in the loss only. Where the source names its
-    answer tokens, the likeliest of them is the model's answer.
+    at dependency depths above `max_depth` count in the loss only (None: as `question_count`).
+    Where the source names its answer tokens, the likeliest of them is the model's answer.
     """
     loops = check_swept_loops(loops)
+    usual = question_count(source)
+    num_rows = usual.num_rows if num_rows is None else num_rows
+    max_depth = usual.max_depth if max_depth is None else max_depth
     shape = (len(loops), num_rows)
     nll_KN, correct_KNP = np.zeros(shape), np.zeros((*shape, max_depth), dtype=np.int64)
     total_NP = np.zeros((num_rows, max_depth), dtype=np.int64)
@@ -285,7 +293,7 @@ def sweep_questions(
                 model, batch.tokens_BT, None, num_loops=num_loops, precision=precision
             )
             nll_KN[k_idx, start : start + count] = _row_losses(logits_BTV, batch.targets_BT)
-            answers_BT = _answers(logits_BTV, source.answer_ids)
+            answers_BT = likeliest_answers(logits_BTV, source.answer_ids)
             counts = count_by_depth(answers_BT, batch.targets_BT, depths_BT, max_depth=max_depth)
             correct_KNP[k_idx, start : start + count] = counts.correct_BP
             total_NP[start : start + count] = counts.total_BP
@@ -294,7 +302,7 @@ def sweep_questions(
         loops=loops,
         max_loops=model.config.max_loops,
         trained_loops=_trained(model, trained_loops),
-        names=tuple(f"program {row}" for row in range(num_rows)),
+        names=tuple(f"row {row}" for row in range(num_rows)),
         tokens_N=tokens_N,
         bytes_N=np.zeros(num_rows, dtype=np.int64),
         nll_KN=nll_KN,
@@ -303,7 +311,7 @@ def sweep_questions(
     )
 
 
-def _answers(logits_BTV: Tensor, answer_ids: Tensor | None) -> Tensor:
+def likeliest_answers(logits_BTV: Tensor, answer_ids: Tensor | None) -> Tensor:
     """The likeliest token at each position, [B, T]; of the answer tokens where they are known."""
     if answer_ids is None:
         return logits_BTV.argmax(dim=-1)
@@ -323,20 +331,6 @@ def check_swept_loops(loops: Sequence[int]) -> tuple[int, ...]:
     for num_loops in loops:
         check_num_loops(num_loops)
     return tuple(sorted(set(loops)))
-
-
-def _collate(rows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Right-pad to the longest row; no mask where nothing is padded."""
-    longest = max(len(row.tokens_T) for row in rows)
-    tokens_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
-    targets_BT = torch.full((len(rows), longest), IGNORE)
-    real_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        length = len(row.tokens_T)
-        tokens_BT[i, :length] = torch.from_numpy(row.tokens_T)
-        targets_BT[i, :length] = torch.from_numpy(row.targets_T)
-        real_BT[i, :length] = True
-    return tokens_BT, targets_BT, None if bool(real_BT.all()) else real_BT
 
 
 def _logits(

@@ -1,6 +1,6 @@
 """Shipped recipes: the YAML files beside this one, found by name.
 
-Reading and overriding a recipe is in `api.py`; what its keys mean is in `config.py`.
+Reading and overriding a recipe is in `api_recipes.py`; what its keys mean is in `config.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from depthdial.config import nearest_name
+from depthdial.config_text import read_mapping
 
 RECIPES = Path(__file__).parent
 """Folder of the shipped recipes."""
@@ -24,3 +25,15 @@ def recipe_file(name: str) -> Path:
         known = nearest_name(name, recipe_names())
         raise ValueError(f"'{name}' is neither a recipe file nor a shipped recipe.{known}")
     return RECIPES / f"{name}.yaml"
+
+
+def needs_init(path: Path) -> bool:
+    """Whether a recipe file has no model of its own: it starts from a model directory that whoever
+    trains it names.
+
+    Raises: ValueError for a file that holds no keys and values.
+    """
+    values = read_mapping(path)
+    train = values.get("train")
+    init = train.get("init") if isinstance(train, dict) else None
+    return values.get("model") is None and init is None

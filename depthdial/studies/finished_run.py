@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdial.config import Recipe
-from depthdial.data.shards import TokenDocument, TokenShards
-from depthdial.data.synthetic import PointerPrograms
+from depthdial.data.shards import TokenDocument
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import count_parameters
@@ -21,7 +20,14 @@ from depthdial.train.depth_schedule import depth_probabilities
 from depthdial.train.pretrain import STATE_FILE, depth_schedule
 from depthdial.train.provenance import collect_provenance
 from depthdial.train.run_dir import RunDir
-from depthdial.train.sources import VALIDATION_SEED, prepared_folder
+from depthdial.train.sources import (
+    TaskRows,
+    held_out_documents,
+    prepared_folder,
+    start_id,
+    task_rows,
+)
+from depthdial.train.step_plan import plan_step
 
 REPORT_FACTS = "this report"
 """Name of the measurement among the runs; no run can have it, as it has a space."""
@@ -71,34 +77,51 @@ class FinishedRun:
             metrics=run.read_metrics(),
         )
 
-    def start_id(self) -> int:
-        """The token that every document is scored after. Raises ValueError if there is none."""
-        if self.tokenizer.eos_id is None:
-            raise ValueError(
-                f"the tokenizer of {self.path} has no end-of-text token, so it is not a model of "
-                "documents. Text can be measured with a model that was trained on text."
-            )
-        return self.tokenizer.eos_id
+    def start_id(self) -> int | None:
+        """The token that every document is scored after; see `train/sources.py`."""
+        return start_id(self.tokenizer)
 
-    def validation_programs(self) -> PointerPrograms:
-        """Unseen pointer programs, the same for every run of this context."""
-        return PointerPrograms(VALIDATION_SEED, context=self.recipe.data.context, split="valid")
+    def unseen_rows(self) -> TaskRows:
+        """Unseen rows of the run's synthetic task, the same for every run of its shape."""
+        return task_rows(self.recipe, split="valid", tokenizer=self.tokenizer)
 
     def validation_documents(self) -> list[TokenDocument]:
         """Held-out documents of the run's prepared text."""
-        return list(TokenShards.open(prepared_folder(self.recipe), "valid").documents())
+        return held_out_documents(run_folder(self.recipe, self.tokenizer), self.tokenizer)
+
+
+def run_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path:
+    """The prepared text of a run. The model directory that it may have started from is not needed:
+    every checkpoint has its tokenizer."""
+    is_started = recipe.train.init is not None
+    return prepared_folder(recipe, tokenizer=tokenizer if is_started else None)
 
 
 def trained_loops(recipe: Recipe, *, finished_steps: int) -> tuple[int, ...]:
     """Loop counts that the first `finished_steps` optimizer steps of a recipe ran, ascending.
 
-    Every step before the switch runs one loop; later ones those of positive probability.
+    The draws themselves are repeated, those of shorter paths included: a rare loop count of
+    positive probability may never have been drawn, and a curriculum may not have risen to it.
     """
     schedule = depth_schedule(recipe)
+    has_short_paths = recipe.objective.trajectory is not None
+    shares = enumerate(depth_probabilities(schedule), start=1)
+    possible = {k for k, share in shares if share > 0}
+    if has_short_paths:
+        possible |= set(range(1, max(possible)))
     ran = {1} if finished_steps and schedule.switch_step else set()
-    if finished_steps > schedule.switch_step:
-        probabilities = depth_probabilities(schedule)
-        ran |= {k for k, share in enumerate(probabilities, start=1) if share > 0}
+    for step in range(schedule.switch_step, finished_steps):
+        plan = plan_step(
+            schedule,
+            step=step,
+            num_slices=recipe.depth.num_depth_slices,
+            is_mixed=True,
+            has_short_paths=has_short_paths,
+        )
+        ran |= {*plan.loops, *(len(path) for path in plan.short_paths or () if path)}
+        if possible <= ran:
+            # A curriculum rises: it ran everything below before.
+            break
     return tuple(sorted(ran))
 
 

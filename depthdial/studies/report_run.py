@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from depthdial.data.synthetic import NUM_VALUES
+from depthdial.data.pointer_chains import PointerChains
 from depthdial.eval.depth_sweep import (
-    POINTER_MAX_DEPTH,
-    POINTER_ROWS,
     DepthSweep,
     default_loops,
     sweep_documents,
@@ -41,13 +39,14 @@ from depthdial.studies.finished_run import (
     training_cost,
     validation_curve,
 )
-from depthdial.studies.samples import pointer_samples, text_samples
+from depthdial.studies.samples import question_samples, text_samples
+from depthdial.train.sources import TaskRows
 
 SWEEP_FILE, BASELINE_SWEEP_FILE = "sweep.json", "baseline_sweep.json"
 TIMED_TOKENS = 8
 TIMING_NOTE = (
     "Cached greedy decoding at batch 1 on one CPU thread, all rows of this table in turn in one "
-    "process; other programs may have been running. Compare ratios, not milliseconds."
+    "process; other processes may have been running. Compare ratios, not milliseconds."
 )
 
 
@@ -85,7 +84,6 @@ def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]
 
     The sweeps are written into the run's folder. Raises ValueError as `report_run`.
     """
-    is_text = run.recipe.data.task is None
     loops = default_loops(run.model.config.max_loops)
     base_sweep = None
     if baseline is not None:
@@ -98,10 +96,11 @@ def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]
     sweep.save(run.path / SWEEP_FILE)
     times = _latencies(run, baseline, loops)
     facts = facts_of(run, baseline)
+    task = None if run.recipe.data.task is None else run.unseen_rows()
     section: dict[str, Any] = {
-        "name": "Text" if is_text else "Pointer programs",
-        "kind": "text" if is_text else "pointer_program",
-        "what": _what(run, sweep),
+        "name": "Text" if task is None else task.title.capitalize(),
+        "kind": run.recipe.data.task or "text",
+        "what": _what(run, task, sweep),
         "margin": EQUAL_MARGIN_NATS,
         "documents": len(sweep.names),
         "tokens": int(sweep.tokens_N.sum()),
@@ -112,8 +111,8 @@ def section_of(run: FinishedRun, baseline: FinishedRun | None) -> dict[str, Any]
         "timing_note": TIMING_NOTE,
         "settings": run.recipe.to_dict(),
         "hardware": hardware_text(run, baseline, measured_on=facts[REPORT_FACTS]["hardware"]),
-        "chance_accuracy": None if is_text else 1 / NUM_VALUES,
-        "samples": (text_samples if is_text else pointer_samples)(run, baseline),
+        "chance_accuracy": None if task is None else task.chance_accuracy,
+        "samples": (text_samples if task is None else question_samples)(run, baseline),
     }
     if baseline is not None and base_sweep is not None:
         section["baseline"] = _measured(baseline, base_sweep, 1, times["baseline"])
@@ -127,18 +126,17 @@ def sweep_run(run: FinishedRun, loops: Sequence[int]) -> DepthSweep:
     if run.recipe.data.task is not None:
         return sweep_questions(
             run.model,
-            run.validation_programs(),
+            run.unseen_rows(),
             loops=loops,
-            num_rows=POINTER_ROWS,
-            max_depth=POINTER_MAX_DEPTH,
             trained_loops=run.trained_loops,
         )
+    start_id = run.start_id()
     return sweep_documents(
         run.model,
         run.validation_documents(),
         loops=loops,
         context=run.recipe.data.context,
-        start_id=run.start_id(),
+        start_id=start_id,
         trained_loops=run.trained_loops,
     )
 
@@ -152,18 +150,30 @@ def _check_baseline(run: FinishedRun, baseline: FinishedRun) -> None:
             "matched model without loops (max_loops=1), as the recipe tiny-text-baseline. To "
             "compare two looped models use `depthdial sweep MODEL --baseline MODEL`."
         )
-    ours, theirs = run.recipe.data, baseline.recipe.data
-    if (ours.task, ours.context) != (theirs.task, theirs.context):
+    ours, theirs = run.recipe.data.to_dict(), baseline.recipe.data.to_dict()
+    for key in ("task", "context", "num_chains", "chain_length"):
+        if ours[key] != theirs[key]:
+            raise ValueError(
+                f"{run.path} has data.{key}={ours[key]}, the baseline {baseline.path} has "
+                f"{theirs[key]}. They must be equal to be compared."
+            )
+    if run.tokenizer.to_json() != baseline.tokenizer.to_json():
         raise ValueError(
-            f"{run.path} has data.task={ours.task} and data.context={ours.context}, the baseline "
-            f"{baseline.path} {theirs.task} and {theirs.context}. They must be equal to be "
-            "compared."
+            f"{run.path} and the baseline {baseline.path} have different tokenizers, so their "
+            "losses per token cannot be compared. Give a baseline with the same tokenizer."
         )
 
 
-def _what(run: FinishedRun, sweep: DepthSweep) -> str:
+def _what(run: FinishedRun, task: TaskRows | None, sweep: DepthSweep) -> str:
+    """One neutral sentence or two on the task and the evaluation set."""
     data = run.recipe.data
-    if data.task is not None:
+    if isinstance(task, PointerChains):
+        return (
+            f"Shuffled lines tell {task.row_words}, each of which points at the next and the last "
+            "at a digit; the model names the digit that each letter leads to. "
+            f"{len(sweep.names)} unseen rows."
+        )
+    if task is not None:
         return (
             f"Each of {data.context} words is a value or a table look-up of an earlier word's "
             f"value; the model names the value of every word. {len(sweep.names)} unseen programs."

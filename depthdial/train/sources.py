@@ -1,4 +1,4 @@
-"""From a data config to training rows, validation rows and the tokenizer.
+"""From a data config to training rows, validation rows, held-out documents and the tokenizer.
 
 The tokenizer is that of the data, unless training starts from a model: then text is prepared with
 the model's own.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from depthdial.config import Recipe
 from depthdial.data.corpora import prepare_corpus
 from depthdial.data.packing import PackedText, RowSource
 from depthdial.data.pointer_chains import PointerChains
-from depthdial.data.shards import SPLITS, TokenShards
+from depthdial.data.shards import TokenDocument, TokenShards
 from depthdial.data.synthetic import PointerPrograms, pointer_tokenizer
 from depthdial.data.tokenizer import Tokenizer
 
 # Validation rows are the same for every run and seed, so that runs can be compared.
 VALIDATION_SEED = 0
+TaskRows = PointerPrograms | PointerChains
+"""Rows of a synthetic task."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,16 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
     config, seed = recipe.data, recipe.train.seed
     if tokenizer is None:
         tokenizer = init_tokenizer(recipe)
-    if config.task == "pointer_chain":
-        if tokenizer is None:
+    if config.task is not None:
+        words = pointer_tokenizer() if config.task == "pointer_program" else tokenizer
+        if words is None:
             raise ValueError(
-                "data.task='pointer_chain' is written in a model's letters, so it needs train.init."
+                f"data.task='{config.task}' is written in a model's letters, so it needs train."
+                "init: the model directory to start from."
             )
-        data = TrainData(*pointer_chains(recipe, tokenizer), tokenizer, None)
-        prepared_with, closed_by = tokenizer_sha256(tokenizer), None
-    elif config.task is not None:
-        train = PointerPrograms(seed, context=config.context, split="train")
-        valid = PointerPrograms(VALIDATION_SEED, context=config.context, split="valid")
-        data = TrainData(train, valid, pointer_tokenizer(), None)
-        prepared_with, closed_by = tokenizer_sha256(data.tokenizer), None
+        rows = (task_rows(recipe, split=split, tokenizer=words) for split in ("train", "valid"))
+        data = TrainData(*rows, words, None)
+        prepared_with, closed_by = tokenizer_sha256(words), None
     else:
         folder = prepared_folder(recipe, tokenizer=tokenizer)
         shards = {split: TokenShards.open(folder, split) for split in ("train", "valid")}
@@ -80,29 +81,32 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
     return data
 
 
-def pointer_chains(recipe: Recipe, tokenizer: Tokenizer) -> tuple[PointerChains, PointerChains]:
-    """Training and validation rows of chains.
+def task_rows(
+    recipe: Recipe, *, split: Literal["train", "valid"], tokenizer: Tokenizer
+) -> TaskRows:
+    """Rows of a recipe's synthetic task; those to validate on are the same for every run.
 
-    Raises: ValueError if data.context is not the length of a row.
+    Raises: ValueError if data.context is not the length of a row of chains, or `tokenizer` cannot
+        spell them.
     """
     config = recipe.data
+    seed = recipe.train.seed if split == "train" else VALIDATION_SEED
+    if config.task == "pointer_program":
+        return PointerPrograms(seed, context=config.context, split=split)
     assert config.num_chains is not None and config.chain_length is not None, "config checked this"
-    train, valid = (
-        PointerChains(
-            tokenizer,
-            recipe.train.seed if split == "train" else VALIDATION_SEED,
-            num_chains=config.num_chains,
-            chain_length=config.chain_length,
-            split=split,
-        )
-        for split in SPLITS
+    chains = PointerChains(
+        tokenizer,
+        seed,
+        num_chains=config.num_chains,
+        chain_length=config.chain_length,
+        split=split,
     )
-    if config.context != train.context:
+    if config.context != chains.context:
         raise ValueError(
-            f"data.context={config.context}, but {config.num_chains} chains of "
-            f"{config.chain_length} letters are rows of {train.context} tokens; set it to that."
+            f"data.context={config.context}, but {chains.row_words} are rows of {chains.context} "
+            "tokens; set it to that."
         )
-    return train, valid
+    return chains
 
 
 def init_tokenizer(recipe: Recipe) -> Tokenizer | None:
@@ -121,6 +125,43 @@ def prepared_folder(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> Pa
     return prepare_corpus(
         config.corpus, config.cache_dir, vocab_size=config.tokenizer_vocab, tokenizer=tokenizer
     )
+
+
+def held_out_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocument]:
+    """Validation documents of a prepared folder, closed as the model of `tokenizer` expects.
+
+    What the publisher of an imported model trained at the end of a text is not known, so its
+    documents are not closed.
+    Raises: ValueError if the folder was prepared with another tokenizer.
+    """
+    shards = TokenShards.open(folder, "valid")
+    if shards.meta["tokenizer_sha256"] != tokenizer_sha256(tokenizer):
+        raise ValueError(
+            f"{folder} was prepared with another tokenizer than this model's, so its token ids "
+            "mean other text. Measure on the text files themselves."
+        )
+    documents = list(shards.documents())
+    if tokenizer.closing_ids:
+        return documents
+    return [document._replace(tokens_T=document.tokens_T[:-1]) for document in documents]
+
+
+def start_id(tokenizer: Tokenizer) -> int | None:
+    """The token that every document is scored after; None where the model expects none.
+
+    Raises: ValueError for a model that is none of documents, or opens them with several tokens.
+    """
+    if tokenizer.eos_id is None:
+        raise ValueError(
+            "this model's tokenizer has no end-of-text token, so it is not a model of documents. "
+            "Text can be measured with a model that was trained on text."
+        )
+    if len(tokenizer.opening_ids) > 1:
+        raise ValueError(
+            f"this model opens texts with {len(tokenizer.opening_ids)} tokens; a sweep can measure "
+            "models that open them with one or none."
+        )
+    return tokenizer.opening_ids[0] if tokenizer.opening_ids else None
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:

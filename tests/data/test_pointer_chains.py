@@ -96,3 +96,13 @@ def test_a_tokenizer_without_single_letters_is_refused():
     backend = Backend(models.WordLevel({"abc": 0, "<unk>": 1}, unk_token="<unk>"))
     with pytest.raises(ValueError, match="single tokens|cannot encode"):
         PointerChains(Tokenizer(backend, eos_token=None), 0, num_chains=1, chain_length=2)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_the_chance_level_is_that_of_naming_the_digit_of_any_chain(num):
+    """Chains may end at equal digits, so it is more than one over their number."""
+    batch = (source := chains(num=num, length=1)).rows(0, 20_000)
+    answers = batch.targets_BT[batch.targets_BT != IGNORE].view(20_000, num)
+    same = (answers[:, :, None] == answers[:, None, :]).float().mean()
+    assert float(same) == pytest.approx(source.chance_accuracy, abs=5e-3)
+    assert source.chance_accuracy == pytest.approx({1: 1.0, 2: 0.55, 3: 0.4}[num])

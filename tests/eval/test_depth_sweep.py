@@ -1,5 +1,6 @@
 """Every token is scored once, whatever the window; depths beyond training are marked."""
 
+import json
 import math
 
 import numpy as np
@@ -8,12 +9,16 @@ import torch
 
 from depthdial.config import ModelConfig
 from depthdial.data.packing import IGNORE, Batch
+from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import PointerPrograms
+from depthdial.data.tokenizer import train_bpe
 from depthdial.eval.depth_sweep import (
+    CHAIN_ROWS,
     POINTER_MAX_DEPTH,
     POINTER_ROWS,
     DepthSweep,
+    question_count,
     sweep_documents,
     sweep_questions,
     windows,
@@ -252,3 +257,40 @@ def test_answers_are_chosen_among_the_answer_tokens_where_a_source_names_them():
     Questions.answer_ids = torch.tensor([9, 4])
     sweep = sweep_questions(model, Questions(), loops=[1], num_rows=2, max_depth=1)
     assert sweep.correct_KNP.tolist() == [[[1], [1]]] and sweep.tokens_N.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[1, 2]", "it holds a list"),
+        ('{"loops": [1]}', "it lacks the keys max_loops, trained_loops, names"),
+    ],
+)
+def test_a_file_that_is_no_sweep_is_refused_with_what_to_give(tmp_path, text, message):
+    """A foreign file was once a KeyError."""
+    (tmp_path / "foreign.json").write_text(text)
+    with pytest.raises(ValueError, match=f"foreign.json is no sweep .*{message}.*--save"):
+        DepthSweep.load(tmp_path / "foreign.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loops": [1, 2]}, "its losses are no table of 2 loop counts x 1 rows"),
+        ({"nll_KN": None}, "its losses are no table of 1 loop counts x 1 rows"),
+        ({"tokens_N": [3, 4]}, "its losses are no table of 1 loop counts x 1 rows"),
+        ({"names": 5}, "is not iterable"),
+    ],
+)
+def test_a_damaged_sweep_is_refused(tmp_path, change, message):
+    sweep = sweep_documents(uniform_model(), [document(3)], loops=[1], context=8, start_id=0)
+    (tmp_path / "damaged.json").write_text(json.dumps(sweep.to_dict() | change))
+    with pytest.raises(ValueError, match=f"damaged.json is no sweep .*{message}"):
+        DepthSweep.load(tmp_path / "damaged.json")
+
+
+def test_chains_are_counted_up_to_their_length_and_programs_up_to_sixteen():
+    chains = PointerChains(train_bpe(["a b"], 257), 0, num_chains=1, chain_length=20)
+    assert question_count(chains) == (CHAIN_ROWS, 20)
+    assert question_count(PointerPrograms(0)) == (POINTER_ROWS, POINTER_MAX_DEPTH)

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from depthdial.config import Recipe
+from depthdial.eval import depth_sweep
 from depthdial.recipes import recipe_file
-from depthdial.studies import demo, report_run
+from depthdial.studies import demo
 from depthdial.studies.demo import JOBS, run_demo
 from depthdial.train.pretrain import train
 from depthdial.train.run_dir import RunDir
@@ -34,7 +35,7 @@ def tiny_demo(monkeypatch):
     """Makes the demonstration two pointer runs of a tiny model and of so many steps."""
     monkeypatch.setattr(demo, "JOBS", POINTER_JOBS)
     monkeypatch.setattr(demo, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(report_run, "POINTER_ROWS", 24)
+    monkeypatch.setattr(depth_sweep, "POINTER_ROWS", 24)
 
     def of_steps(steps: int) -> None:
         def recipe(name: str, folder, *, quick: bool) -> Recipe:

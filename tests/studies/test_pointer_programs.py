@@ -21,7 +21,7 @@ def sweep(tmp_path_factory) -> DepthSweep:
     recipe = recipe.replace(**{"train.steps": STEPS, "train.val_every": STEPS})
     run = FinishedRun.open(train(recipe, root=tmp_path_factory.mktemp("runs")).path)
     return sweep_questions(
-        run.model, run.validation_programs(), loops=range(1, 7), num_rows=ROWS,
+        run.model, run.unseen_rows(), loops=range(1, 7), num_rows=ROWS,
         trained_loops=run.trained_loops,
     )  # fmt: skip
 

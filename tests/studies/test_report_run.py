@@ -2,15 +2,22 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
 from depthdial.config import DataConfig, DepthConfig, ModelConfig, OptimConfig, Recipe, TrainConfig
+from depthdial.data import corpora
+from depthdial.data.documents import Document
 from depthdial.data.synthetic import pointer_tokenizer
 from depthdial.data.text import prepare
+from depthdial.engine.generate import generate
+from depthdial.eval import depth_sweep
 from depthdial.eval.depth_sweep import DepthSweep
 from depthdial.model.count import count_parameters
+from depthdial.model.looped_lm import LoopedLM
 from depthdial.studies import report_run as study
+from depthdial.studies import samples
 from depthdial.studies.finished_run import FinishedRun, hardware_text, trained_loops
 from depthdial.studies.report_run import report_run, section_of
 from depthdial.studies.samples import text_samples
@@ -39,7 +46,8 @@ def tiny_recipe(
 @pytest.fixture(autouse=True, scope="module")
 def few_rows():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "POINTER_ROWS", 24)
+        patch.setattr(depth_sweep, "POINTER_ROWS", 24)
+        patch.setattr(depth_sweep, "CHAIN_ROWS", 24)
         yield
 
 
@@ -181,7 +189,7 @@ def test_sweeps_that_cannot_be_paired_are_refused(pointer_runs, monkeypatch):
     sweep_run = study.sweep_run
 
     def other_rows(run, loops):
-        monkeypatch.setattr(study, "POINTER_ROWS", 23 if run is plain else 24)
+        monkeypatch.setattr(depth_sweep, "POINTER_ROWS", 23 if run is plain else 24)
         return sweep_run(run, loops)
 
     monkeypatch.setattr(study, "sweep_run", other_rows)
@@ -195,7 +203,7 @@ def test_a_looped_or_otherwise_fed_baseline_is_refused(pointer_runs, text_run, t
         report_run(looped, baseline=looped)
     data = DataConfig(task="pointer_program", context=8)
     short = train(tiny_recipe("short", data, 32, looped=False), root=tmp_path).path
-    with pytest.raises(ValueError, match=r"context=16.*pointer_program and 8"):
+    with pytest.raises(ValueError, match=r"has data.context=16, the baseline .* has 8"):
         report_run(looped, baseline=short)
 
 
@@ -204,6 +212,137 @@ def test_text_without_an_end_token_is_refused(text_run, monkeypatch):
     run = dataclasses.replace(FinishedRun.open(text_run), tokenizer=pointer_tokenizer())
     with pytest.raises(ValueError, match="no end-of-text token"):
         section_of(run, None)
+
+
+# Runs that started from a model directory
+
+
+@pytest.fixture(scope="module")
+def chain_report(few_rows, chain_run, tmp_path_factory):
+    copy = shutil.copytree(chain_run, tmp_path_factory.mktemp("reported") / "chains")
+    page = report_run(copy).html.read_text()
+    return page, reported(copy)["sections"][0]
+
+
+def test_a_run_on_chains_becomes_a_page_of_chains(chain_report):
+    page, section = chain_report
+    body = page.split("<body")[1].split("<details>")[0].replace("\N{NO-BREAK SPACE}", " ")
+    assert (section["name"], section["kind"]) == ("Pointer chains", "pointer_chain")
+    assert section["chance_accuracy"] == pytest.approx(0.55)
+    assert "144 answers in 24 rows evaluated" in body
+    assert "Naming the digit of any chain gives 55 %" in body
+    assert "program" not in body and "document" not in body
+    for depth in section["depths"]:
+        cells = depth["accuracy_by_depth"]
+        assert [(c["dependency_depth"], c["positions"]) for c in cells] == [
+            (1, 48),
+            (2, 48),
+            (3, 48),
+        ]
+    assert [d["trained"] for d in section["depths"]] == [True, True, False, False, False]
+
+
+def test_a_sample_of_chains_is_answered_by_look_ups(chain_run, chain_report):
+    _, section = chain_report
+    run = FinishedRun.open(chain_run)
+    [sample] = section["samples"]
+    source = run.unseen_rows()
+    told = dict(line.split("=") for line in sample["prompt"].splitlines()[0].split(" "))
+    assert len(told) == 6
+    assert [output["num_loops"] for output in sample["outputs"]] == [1, 2, 3]
+    batch, depths_BT = source.rows(24, 1), source.depths(24, 1)
+    given_BT = run.model(batch.tokens_BT, num_loops=2)[..., source.answer_ids].argmax(dim=-1)
+    right = int((source.answer_ids[given_BT] == batch.targets_BT).sum())
+    answers = [line.split(": ") for line in sample["outputs"][1]["text"].splitlines()]
+    assert [depth for depth, _ in answers] == ["1", "2", "3"]
+    assert int((depths_BT > 0).sum()) == 6
+    pairs = [pair.split("=") for _, line in answers for pair in line.split(" ")]
+    assert sum("[" not in answer for _, answer in pairs) == right
+    for letter, answer in pairs:
+        while not letter.isdigit():
+            letter = told[letter]
+        assert (answer == letter) == ("[" not in answer)
+
+
+def test_a_baseline_on_other_chains_is_refused(chain_run, chain_recipe, tmp_path):
+    changes = {"model.max_loops": 1, "model.num_loops": 1, "data.num_chains": 3,
+               "data.chain_length": 2, "depth": FIXED}  # fmt: skip
+    other = train(chain_recipe(**changes), root=tmp_path).path
+    with pytest.raises(ValueError, match=r"has data.num_chains=2, the baseline .* has 3"):
+        report_run(chain_run, baseline=other)
+
+
+def test_a_baseline_on_the_same_chains_is_compared(chain_run, chain_recipe, tmp_path):
+    copy = shutil.copytree(chain_run, tmp_path / "looped")
+    changes = {"model.max_loops": 1, "model.num_loops": 1, "depth": FIXED}
+    other = train(chain_recipe(**changes), root=tmp_path).path
+    section = section_of(FinishedRun.open(copy), FinishedRun.open(other))["section"]
+    assert section["baseline"]["accuracy_by_depth"][0]["positions"] == 48
+    assert section["samples"][0]["baseline"].startswith("1: ")
+
+
+def test_a_baseline_of_another_tokenizer_is_refused(chain_run):
+    run = FinishedRun.open(chain_run)
+    config = run.model.config.replace(max_loops=1, num_loops=1)
+    other = dataclasses.replace(run, tokenizer=pointer_tokenizer(), model=LoopedLM(config, seed=0))
+    with pytest.raises(ValueError, match="have different tokenizers"):
+        section_of(run, other)
+
+
+@pytest.fixture(scope="module")
+def imported_run(tmp_path_factory, byte_base):
+    """A run on text from an imported model, whose publisher opens texts with nothing and stops at
+    two tokens; its folder is gone."""
+    root = tmp_path_factory.mktemp("imported")
+    base = shutil.copytree(byte_base, root / "base")
+    config = json.loads((base / "tokenizer_config.json").read_text()) | {"opening_tokens": []}
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 101]}))
+    changes = {
+        "data": {"corpus": "short", "context": 16, "cache_dir": str(root / "cache")},
+        "train.init": str(base),
+    }
+    texts = [Document(f"{i}", f"Article {i} says that loops are data. " * 4) for i in range(30)]
+    short = corpora.Corpus(
+        "short texts", lambda: iter(texts), lambda: "1", lambda names: set(names[::3])
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "_corpora", lambda: {"short": short})
+        recipe = tiny_recipe("text", DataConfig(path="x", context=16), 257, looped=True)
+        path = train(recipe.replace(**changes), root=root).path
+        shutil.rmtree(base)
+        yield path
+
+
+def test_a_run_on_a_named_corpus_is_reported_without_the_folder_it_started_from(imported_run):
+    section = section_of(FinishedRun.open(imported_run), None)["section"]
+    assert section["documents"] == 10
+    assert "documents of corpus short" in section["what"]
+    assert len(section["samples"]) == 2
+
+
+def test_documents_of_an_imported_model_are_scored_as_its_publisher_trained_it(imported_run):
+    """Without an opening token the first token has nothing to be predicted from."""
+    run = FinishedRun.open(imported_run)
+    assert run.start_id() is None
+    documents = run.validation_documents()
+    sweep = study.sweep_run(run, [1])
+    assert sweep.tokens_N.tolist() == [len(d.tokens_T) - 1 for d in documents]
+    assert all(0 not in d.tokens_T for d in documents)
+
+
+def test_samples_of_an_imported_model_end_at_every_stop_id(imported_run, monkeypatch):
+    run, seen = FinishedRun.open(imported_run), []
+
+    def record(model, prompts, **options):
+        seen.append((prompts, options["stop_ids"]))
+        return generate(model, prompts, **options)
+
+    monkeypatch.setattr(samples, "generate", record)
+    text_samples(run, None)
+    assert {stop_ids for _, stop_ids in seen} == {(0, 101)}
+    document = run.validation_documents()[0]
+    assert seen[0][0] == [document.tokens_T[: len(seen[0][0][0])].tolist()]
 
 
 def test_a_run_without_checkpoint_says_so(tmp_path):
@@ -215,26 +354,44 @@ def test_a_run_without_checkpoint_says_so(tmp_path):
 # Which loop counts training ran
 
 
-def schedule_of(steps=4, max_loops=4, **depth):
+def schedule_of(steps=80, max_loops=4, objective=None, **depth):
     recipe = tiny_recipe("r", DataConfig(task="pointer_program", context=16), 32, looped=True)
     recipe = recipe.replace(**{"model.max_loops": max_loops, "train.steps": steps})
-    return recipe.replace(depth={"num_depth_slices": 2} | depth)
+    return recipe.replace(
+        depth={"num_depth_slices": 2} | depth, objective={"trajectory": objective}
+    )
 
 
 @pytest.mark.parametrize(
     ("depth", "finished_steps", "expected"),
     [
-        ({"sampler": "sync_uniform"}, 4, (1, 2, 3, 4)),
-        ({"sampler": "fixed", "fixed_loops": 2}, 4, (2,)),
-        ({"sampler": "fixed", "fixed_loops": 2, "switch_frac": 0.5}, 4, (1, 2)),
-        ({"sampler": "override", "override_frac": 1.0}, 4, (1,)),
-        ({"sampler": "sync_uniform", "switch_frac": 1.0}, 4, (1,)),
-        ({"sampler": "sync_uniform", "switch_frac": 0.5}, 2, (1,)),
-        ({"sampler": "sync_uniform", "switch_frac": 0.5}, 3, (1, 2, 3, 4)),
+        ({"sampler": "sync_uniform"}, 80, (1, 2, 3, 4)),
+        ({"sampler": "fixed", "fixed_loops": 2}, 80, (2,)),
+        ({"sampler": "fixed", "fixed_loops": 2, "switch_frac": 0.5}, 80, (1, 2)),
+        ({"sampler": "override", "override_frac": 1.0}, 80, (1,)),
+        ({"sampler": "sync_uniform", "switch_frac": 1.0}, 80, (1,)),
+        ({"sampler": "sync_uniform", "switch_frac": 0.5}, 40, (1,)),
+        ({"sampler": "sync_uniform", "switch_frac": 0.5}, 80, (1, 2, 3, 4)),
+        ({"sampler": "listed", "listed_loops": [2, 2, 4]}, 80, (2, 4)),
+        # The rise has not come to three loops, or to four.
+        ({"sampler": "fixed", "fixed_loops": 4, "curriculum": "linear", "curriculum_frac": 1.0},
+         40, (1, 2)),
+        # Shorter paths of three loops have one or two.
+        ({"sampler": "fixed", "fixed_loops": 3, "objective": {}}, 80, (1, 2, 3)),
     ],
-)
+)  # fmt: skip
 def test_b15_only_loop_counts_that_training_ran_are_trained(depth, finished_steps, expected):
     assert trained_loops(schedule_of(**depth), finished_steps=finished_steps) == expected
+
+
+@pytest.mark.parametrize("sampler", ["poisson_truncated", "poisson_lognormal"])
+def test_b15_a_loop_count_that_was_possible_but_never_drawn_is_not_trained(sampler, tmp_path):
+    """Every one of 1..max_loops once counted as trained, however rare."""
+    recipe = schedule_of(steps=6, max_loops=12, sampler=sampler, mean_loops=3)
+    run = FinishedRun.open(train(recipe, root=tmp_path).path)
+    drawn = {k for record in run.metrics for k in record.get("loops/per_slice", ())}
+    assert run.trained_loops == tuple(sorted(drawn))
+    assert 12 not in drawn
 
 
 def test_b15_one_loop_is_outside_a_training_of_two_fixed_loops(tmp_path):
