@@ -2,13 +2,21 @@
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from depthdial.cli import COMMANDS
+from depthdial.convert.hf_maps import FAMILIES
+from depthdial.convert.methods import METHODS
+from depthdial.model.stopping_rules import STOPPING_RULES
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "docs" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 
 
 def test_the_tree_names_every_module():
@@ -43,6 +51,72 @@ def test_every_result_named_in_the_readme_exists():
     assert named
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[page.name])
+    assert all((page.parent / link).exists() for link in links)
+
+
+def shown_commands(text):
+    """(command, its flags) of every `depthdial` line in a code block, continued lines joined."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    for line in lines:
+        words = line.partition("#")[0].split()
+        if words and words[0] == "depthdial":
+            yield words[1], [word for word in words if word.startswith("--")]
+
+
+@pytest.mark.parametrize("name", [n for n in TEXTS if any(shown_commands(TEXTS[n]))])
+def test_every_flag_shown_exists(name):
+    for command, flags in shown_commands(TEXTS[name]):
+        make_parser, _ = import_module(f"depthdial.{COMMANDS[command][0]}").COMMANDS[command]
+        known = set(re.findall(r"--[\w.-]+", make_parser().format_help()))
+        assert set(flags) <= known, (command, set(flags) - known)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"), [("README.md", "## Open any"), ("importing.md", "## Families")]
+)
+def test_the_table_of_families_is_complete(page, heading):
+    section = TEXTS[page].split(heading)[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)]
+    assert sorted(named) == sorted(family.name for family in FAMILIES)
+
+
+def test_methods_and_exit_rules_are_counted_and_named():
+    assert len(METHODS) == 13 and "Thirteen methods" in README
+    rules = re.findall(r"^\| `(\w+)` \|", TEXTS["exits.md"], flags=re.MULTILINE)
+    assert sorted(rules) == sorted(STOPPING_RULES)
+    for name in rules:
+        row = next(x for x in TEXTS["exits.md"].splitlines() if x.startswith(f"| `{name}` |"))
+        default = STOPPING_RULES[name].default_threshold
+        shown = row.replace("\\|", "").split("|")[3].strip()
+        assert default is None if shown == "none" else float(shown) == default
+
+
+def test_every_kind_of_fault_listed_has_a_test():
+    ids = re.findall(r"^\| (B\d\d) \|", TEXTS["faults.md"], flags=re.MULTILINE)
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    names = re.findall(r"def test_((?:b\d\d_)+)", "\n".join(sources))
+    tested = {fault for name in names for fault in name.upper().split("_")}
+    assert ids and set(ids) <= tested
+
+
+def test_quoted_cost_of_opening_is_the_measured_one():
+    record = json.loads((RESULTS / "open_checkpoint.json").read_text())
+    quoted = re.search(
+        r"a ([\d.]+) GB checkpoint .* takes ([\d.]+) times .* of (\d+) % of its size", README
+    )
+    assert quoted
+    assert list(quoted.groups()) == [
+        f"{record['checkpoint_bytes'] / 1e9:.1f}",
+        f"{record['time_ratio_median']:.2f}",
+        f"{100 * record['memory_ratio']:.0f}",
+    ]
 
 
 def test_pictures_exist():
