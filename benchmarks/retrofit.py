@@ -30,6 +30,7 @@ from depthdial.studies.retrofit_study import TASKS, run_job
 from depthdial.studies.retrofit_words import write_results
 
 WORKERS = 2
+BASE = "SmolLM2-135M-Instruct (Q4_1 weights, 30 layers)"
 
 
 def prepare_base(work: Path) -> Path:
@@ -77,7 +78,7 @@ def main() -> None:
         for task in args.tasks
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    write_results(results, seeds=args.seeds, folder=args.out)
+    write_results(results, seeds=args.seeds, base=BASE, folder=args.out)
 
 
 if __name__ == "__main__":

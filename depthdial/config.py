@@ -15,6 +15,7 @@ from depthdial.config_checks import (
     PUBLISHED_POLICY,
     SLIDING,
     SUBLAYER_LETTERS,
+    VALUE_GATE_CHANNELS,
     check_cache_policy,
 )
 from depthdial.config_model import (
@@ -50,6 +51,7 @@ __all__ = [
     "PUBLISHED_POLICY",
     "SLIDING",
     "SUBLAYER_LETTERS",
+    "VALUE_GATE_CHANNELS",
     "CachePolicy",
     "DataConfig",
     "DepthConfig",

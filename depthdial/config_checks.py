@@ -19,6 +19,8 @@ SUBLAYER_LETTERS = {
     FEED_FORWARD: "feed-forward MLP",
 }
 ATTENTION_LETTERS = frozenset({ATTENTION, SLIDING})
+VALUE_GATE_CHANNELS = 32
+"""Input channels that the gate of a value embedding reads, at most."""
 
 CACHE_POLICIES = (
     "per_loop",
@@ -75,6 +77,11 @@ def check_loop(loop: Any) -> None:
     ):
         if values[owner] == value and values[name] is None:
             raise ValueError(f"{owner}='{value}' needs {name}; give a positive number.")
+    if loop.initial_state != "prelude" and loop.injection == "none":
+        raise ValueError(
+            f"initial_state='{loop.initial_state}' with injection='none' cuts the loops off from "
+            "the tokens. Choose an injection, or initial_state='prelude'."
+        )
     if loop.local_window is not None and loop.cache_policy != "per_loop":
         raise ValueError(
             f"local_window={loop.local_window} needs cache_policy='per_loop', not "
@@ -145,8 +152,11 @@ def check_attention(config: Any) -> None:
             ("rotary_frac", config.rotary_frac, 1.0),
             ("rotary_pairs", config.rotary_pairs, "half_split"),
             ("rope_scaling", config.rope_scaling, None),
+            ("rope_theta", config.rope_theta, 10_000.0),
+            ("sliding.rope_theta", config.sliding and config.sliding.rope_theta, 10_000.0),
+            ("sliding.rotary_frac", config.sliding and config.sliding.rotary_frac, 1.0),
         ):
-            if given != default:
+            if given is not None and given != default:
                 raise ValueError(
                     f"{name}={given!r} has no effect with positions='{config.positions}'."
                 )
@@ -175,8 +185,19 @@ def check_model_options(config: Any) -> None:
             "norm='ngpt' normalises queries and keys itself and takes no modulation of its "
             "sublayers; set qk_norm='none' and modulation=null."
         )
-    if config.norm == "ngpt" and config.ff != "swiglu":
-        raise ValueError(f"norm='ngpt' goes with ff='swiglu', not '{config.ff}'.")
+    if config.norm == "ngpt":
+        _check_ngpt(config)
+    is_plain = config.loop.update == "replace" and config.modulation is None
+    if is_plain and config.loop.gate_bypass != "never":
+        raise ValueError(
+            f"loop.gate_bypass='{config.loop.gate_bypass}' has no effect with update='replace': "
+            "there is no gate. Set it to 'never'."
+        )
+    if config.core_d_ff is not None and FEED_FORWARD not in config.core_layout:
+        raise ValueError(
+            f"core_d_ff={config.core_d_ff} has no effect: the core '{config.core_layout}' has no "
+            "feed-forward sublayer."
+        )
     if config.final_norm == "loop" and config.split[2]:
         raise ValueError(
             f"final_norm='loop' norms the state that the head reads, but split="
@@ -184,3 +205,22 @@ def check_model_options(config: Any) -> None:
         )
     if config.visit_deltas is not None and config.visit_deltas.norms and not config.norm_gain:
         raise ValueError("visit_deltas.norms needs norm_gain=true: there is no gain to vary.")
+
+
+def _check_ngpt(config: Any) -> None:
+    """A normalised transformer has no biases, gains, value embeddings or mix of loops."""
+    deltas = config.visit_deltas
+    for name, given, allowed in (
+        ("ff", config.ff, "swiglu"),
+        ("ff_bias", config.ff_bias, False),
+        ("attention_bias", config.attention_bias, "none"),
+        ("value_embeddings", config.value_embeddings, ()),
+        ("norm_gain", config.norm_gain, True),
+        ("loop.local_window", config.loop.local_window, None),
+        ("visit_deltas.norms", deltas is not None and deltas.norms, False),
+    ):
+        if given != allowed:
+            raise ValueError(
+                f"{name}={given!r} has no effect with norm='ngpt', whose sublayers have unit "
+                f"lengths and none of these; leave it at {allowed!r}."
+            )

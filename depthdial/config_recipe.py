@@ -105,6 +105,7 @@ class Recipe(StrictConfig):
     def _consistent(self) -> Self:
         _check_batch(self.model, self.data, self.depth, self.train)
         _check_loops(self.model.max_loops, self.depth, self.objective)
+        _check_truncation(self.model, self.depth)
         _check_init(self.train.init, self.data, self.objective.distill)
         return self
 
@@ -178,10 +179,23 @@ def _check_loops(max_loops: int, depth: DepthConfig, objective: ObjectiveConfig)
                     f"{name}={given} has no effect with model.max_loops=1: every slice runs one "
                     "loop."
                 )
-    if objective.trajectory is not None and depth.fixed_loops == 1:
+    deepest = depth.fixed_loops or max(depth.listed_loops or (0,)) or max_loops
+    if depth.backprop_loops is not None and depth.backprop_loops >= deepest > 1:
         raise ValueError(
-            "objective.trajectory has no effect with depth.fixed_loops=1: a path of one loop has "
-            "no shorter one."
+            f"depth.backprop_loops={depth.backprop_loops} has no effect: no row runs more than "
+            f"{deepest} loops. Set it to null."
+        )
+    if deepest == 1 and objective.trajectory is not None:
+        raise ValueError(
+            "objective.trajectory has no effect where every row runs one loop: a path of one loop "
+            "has no shorter one."
+        )
+    distill, listed = objective.distill, depth.listed_loops
+    never_shallow = (depth.fixed_loops or 1) > 1 or (listed is not None and 1 not in listed)
+    if distill is not None and distill.rows == "one_loop" and never_shallow:
+        raise ValueError(
+            "objective.distill.rows='one_loop' has no effect: no row runs one loop. Draw one loop "
+            "too, or compare all rows."
         )
     for name, given in (
         ("fixed_loops", depth.fixed_loops),
@@ -190,10 +204,22 @@ def _check_loops(max_loops: int, depth: DepthConfig, objective: ObjectiveConfig)
     ):
         if given is not None and given > max_loops:
             raise ValueError(f"depth.{name}={given} exceeds model.max_loops={max_loops}.")
-    if depth.backprop_loops is not None and depth.backprop_loops >= max_loops > 1:
+
+
+def _check_truncation(model: ModelConfig, depth: DepthConfig) -> None:
+    """Truncated backpropagation leaves every part of the model something to learn from."""
+    if depth.backprop_loops is None:
+        return
+    if model.segments:
         raise ValueError(
-            f"depth.backprop_loops={depth.backprop_loops} has no effect with model.max_loops="
-            f"{max_loops}: no row runs more loops. Set it to null."
+            f"depth.backprop_loops={depth.backprop_loops} would cut off the gradient of every "
+            "segment of the core but the last. Set it to null."
+        )
+    if model.loop.cache_policy == "share_first":
+        raise ValueError(
+            f"depth.backprop_loops={depth.backprop_loops} with loop.cache_policy='share_first' "
+            "would never train the core's keys and values in deep rows: they are made in the first "
+            "loop. Set it to null."
         )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from depthdial.config import ModelConfig
 from depthdial.model.loop_cache import LoopCache
-from depthdial.model.looped_lm import Begun, LoopedLM, LoopPass
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.passes import Begun, LoopPass
 from depthdial.model.schedule import NumLoops
 from depthdial.model.stopping_rules import ExitPoint, StoppingRule
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from depthdial.config import VALUE_GATE_CHANNELS
 from depthdial.layers.primitives import (
     Deltas,
     RMSNorm,
@@ -18,11 +19,10 @@ from depthdial.layers.primitives import (
     project,
     rms_normalise,
     rotate,
+    sigmoid_gate,
+    wide_dtype,
 )
 from depthdial.layers.state import AttentionMask, KVSlot
-
-VALUE_GATE_CHANNELS = 32
-"""Input channels that the gate of a value embedding reads."""
 
 
 class AttentionView(NamedTuple):
@@ -62,7 +62,7 @@ class HeadGate(nn.Module):
     def forward(self, q_BTHC: Tensor) -> Tensor:
         """Returns: [B, T, H, 1]."""
         # fp32: a gate near 0 or 1 must not move in steps of half a percent.
-        wide = torch.promote_types(q_BTHC.dtype, torch.float32)
+        wide = wide_dtype(q_BTHC.dtype)
         logits = (q_BTHC.to(wide) * self.weight.to(wide)).sum(dim=-1) + self.bias.to(wide)
         return torch.sigmoid(logits)[..., None].to(q_BTHC.dtype)
 
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         y_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, slot=slot, view=view)
         y_BTE = y_BTHC.flatten(2)
         if self.g_proj is not None:
-            y_BTE = y_BTE * torch.sigmoid(project(self.g_proj, x_BTD, deltas.get("g_proj")))
+            y_BTE = y_BTE * sigmoid_gate(project(self.g_proj, x_BTD, deltas.get("g_proj")))
         return project(self.o_proj, y_BTE, deltas.get("o_proj"))
 
     def _place(
@@ -171,7 +171,7 @@ class Attention(nn.Module):
         if self.value_embedding is None or self.value_gate is None:
             return v_BTGC
         embedded = self.value_embedding(tokens_BT).unflatten(-1, v_BTGC.shape[2:])
-        gate_BTG = 2 * torch.sigmoid(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
+        gate_BTG = 2 * sigmoid_gate(self.value_gate(x_BTD[..., : self.value_gate.in_features]))
         return v_BTGC + gate_BTG[..., None] * embedded.to(v_BTGC.dtype)
 
     def _attend(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.layers.attention import AttentionView
-from depthdial.layers.primitives import Deltas, project, rotate
+from depthdial.layers.primitives import Deltas, project, rotate, sigmoid_gate
 from depthdial.layers.state import KVSlot
 
 UNIT_EPS = 1e-6
@@ -87,7 +87,7 @@ class NormalisedAttention(nn.Module):
         if self.g_proj is not None and self.gate_scale is not None:
             scale_E = (self.gate_scale * self.gate_factor).square()
             gate_BTE = project(self.g_proj, x_BTD, deltas.get("g_proj"))
-            y_BTE = y_BTE * torch.sigmoid(gate_BTE * scale_E.to(gate_BTE.dtype))
+            y_BTE = y_BTE * sigmoid_gate(gate_BTE * scale_E.to(gate_BTE.dtype))
         return project(self.o_proj, unit_length(y_BTE), deltas.get("o_proj"))
 
     def _unit_heads(self, x_BTE: Tensor, num_heads: int, view: AttentionView) -> Tensor:

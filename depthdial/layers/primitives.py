@@ -52,6 +52,24 @@ class RMSNorm(nn.Module):
         return normed if gain is None else normed * gain.to(x.dtype)
 
 
+def sigmoid_gate(logits: Tensor) -> Tensor:
+    """sigmoid in at least fp32, returned in the logits' dtype.
+
+    A bf16 sigmoid near 0 or 1 moves in steps of half a percent.
+    """
+    return torch.sigmoid(logits.to(wide_dtype(logits.dtype))).to(logits.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least fp32: small probabilities, and differences of close bf16 states, round away."""
+    return x.to(wide_dtype(x.dtype))
+
+
 class LowRankDelta(NamedTuple):
     """A difference up @ down of a linear map's matrix: down [R, I], up [O, R]."""
 
@@ -79,14 +97,18 @@ class RotaryTable(NamedTuple):
 
 
 def rotary_frequencies(
-    rotary_dim: int, theta: float, *, scaling: RopeScaling | None = None
+    rotary_dim: int,
+    theta: float,
+    *,
+    scaling: RopeScaling | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """theta^(-2 j / rotary_dim), j < rotary_dim / 2, slowed down by `scaling`; float32.
 
     llama3 divides the waves longer than original_context / low_freq_factor by the factor, keeps
     those shorter than original_context / high_freq_factor, and blends between.
     """
-    doubled = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
+    doubled = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     frequencies = theta ** (-doubled / rotary_dim)
     if scaling is None:
         return frequencies
@@ -110,7 +132,7 @@ def rotary_table(
 ) -> RotaryTable:
     """Angles position * frequency (arXiv 2104.09864)."""
     # fp32: a bf16 angle at position 1000 is off by up to 4 radians.
-    frequencies = rotary_frequencies(rotary_dim, theta, scaling=scaling).to(positions_BT.device)
+    frequencies = rotary_frequencies(rotary_dim, theta, scaling=scaling, device=positions_BT.device)
     angles = positions_BT.to(torch.float32)[..., None, None] * frequencies
     return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
 

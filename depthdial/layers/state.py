@@ -39,7 +39,7 @@ class AttentionMask:
     has_key_BT: Tensor | None
     impl: AttentionImpl
 
-    def narrow(self, rows: Tensor) -> AttentionMask:
+    def narrow(self, rows: Tensor | slice) -> AttentionMask:
         """Keep some rows of the batch."""
         return AttentionMask(
             narrow_rows(self.bias_BTS, rows), narrow_rows(self.has_key_BT, rows), self.impl
@@ -56,10 +56,12 @@ class AttentionMask:
         return AttentionMask(bias_BTS, self.has_key_BT, self.impl)
 
 
-def narrow_rows(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
+def narrow_rows(tensor: Tensor | None, rows: Tensor | slice) -> Tensor | None:
     """Select rows of dimension 0; a tensor shared by the whole batch (size 1) stays."""
     if tensor is None or tensor.shape[0] == 1:
         return tensor
+    if isinstance(rows, slice):
+        return tensor[rows]
     return tensor.index_select(0, rows.to(tensor.device))
 
 

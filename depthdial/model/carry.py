@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from depthdial.config import ModelConfig
+from depthdial.layers.primitives import wide_dtype
 from depthdial.layers.state import GivenKV, GivenSlot, KVSlot, RecordingSlot, UncachedSlot
 
 
@@ -27,9 +28,21 @@ class LoopCarry(NamedTuple):
     first_keys: tuple[tuple[Tensor, Tensor], ...] | None = None
     first_candidate: Tensor | None = None
 
-    def narrow(self, places: Tensor) -> LoopCarry:
+    def narrow(self, places: Tensor | slice) -> LoopCarry:
         """Keep some rows of the batch."""
-        return tree_map(lambda t: None if t is None else t[places.to(t.device)], self)
+        return tree_map(lambda t: None if t is None else t[places], self)
+
+    def detached(self, without_grad: Tensor) -> LoopCarry:
+        """The carry, cut off from its history in the rows marked True; see `detach_rows`."""
+        return tree_map(lambda t: None if t is None else detach_rows(t, without_grad), self)
+
+
+def detach_rows(x: Tensor, without_grad: Tensor) -> Tensor:
+    """A tensor [B, ...], cut off from its history in the rows marked True; one mark is for all."""
+    if len(without_grad) == 1:
+        return x.detach()
+    marks = without_grad.to(x.device).view(-1, *(1,) * (x.ndim - 1))
+    return torch.where(marks, x.detach(), x)
 
 
 def first_carry(config: ModelConfig, *, is_cached: bool) -> LoopCarry:
@@ -70,4 +83,7 @@ def with_first_candidate(carry: LoopCarry, candidate_BTD: Tensor) -> LoopCarry:
 def anchor(state_BTD: Tensor, first_candidate_BTD: Tensor | None, weight: Tensor) -> Tensor:
     """(1 - w) state + w first candidate, [B, T, D] (arXiv 2605.23872)."""
     assert first_candidate_BTD is not None
-    return torch.lerp(state_BTD, first_candidate_BTD, weight.to(state_BTD))
+    # fp32: a bf16 weight moves in steps of half a percent.
+    wide = wide_dtype(state_BTD.dtype)
+    weight = weight.to(state_BTD.device, wide)
+    return torch.lerp(state_BTD.to(wide), first_candidate_BTD.to(wide), weight).to(state_BTD.dtype)

@@ -52,7 +52,7 @@ class ForwardContext:
         assert self.sliding is not None, "a model with sliding layers has their view"
         return self.sliding
 
-    def narrow(self, rows: Tensor) -> ForwardContext:
+    def narrow(self, rows: Tensor | slice) -> ForwardContext:
         """Keep some rows of the batch."""
         positions_BT, tokens_BT = narrow_rows(self.positions_BT, rows), self.tokens_BT[rows]
         assert positions_BT is not None
@@ -65,7 +65,7 @@ class ForwardContext:
         )
 
 
-def _narrow_view(view: AttentionView, rows: Tensor, tokens_BT: Tensor) -> AttentionView:
+def _narrow_view(view: AttentionView, rows: Tensor | slice, tokens_BT: Tensor) -> AttentionView:
     rotary = view.rotary
     if rotary is not None:
         cos, sin = narrow_rows(rotary.cos, rows), narrow_rows(rotary.sin, rows)
@@ -88,26 +88,28 @@ class _Reach:
 
     Fields:
         allowed_BTS: boolean [1 or B, T, S]; None for plain causal attention in this call.
-        distance_BTS: real tokens between query and source, 0 for itself; meaningless where
-            attention is not allowed.
+        query_order_BT, source_order_BS: number of each real token in its row; their difference
+            is the distance where attention is allowed.
     """
 
     allowed_BTS: Tensor | None
-    distance_BTS: Tensor
-    num_tokens: int
-    num_source_tokens: int
+    query_order_BT: Tensor
+    source_order_BS: Tensor
     impl: AttentionImpl
     dtype: torch.dtype
 
     def mask(self, window: int | None) -> AttentionMask:
         """The mask of layers that see `window` tokens, the query included; None for all."""
-        if self.allowed_BTS is None and window is None:
-            return causal_mask(
-                self.num_tokens, impl=self.impl, dtype=self.dtype, device=self.distance_BTS.device
-            )
-        allowed_BTS = self.distance_BTS >= 0 if self.allowed_BTS is None else self.allowed_BTS
+        allowed_BTS, order_BT = self.allowed_BTS, self.query_order_BT
+        if allowed_BTS is None and window is None:
+            num_tokens = order_BT.shape[1]
+            return causal_mask(num_tokens, impl=self.impl, dtype=self.dtype, device=order_BT.device)
+        # A table over all pairs of tokens, made only where something needs it.
         if window is not None:
-            allowed_BTS = allowed_BTS & (self.distance_BTS < window)
+            distance_BTS = order_BT[:, :, None] - self.source_order_BS[:, None, :]
+            near_BTS = (distance_BTS >= 0) & (distance_BTS < window)
+            allowed_BTS = near_BTS if allowed_BTS is None else allowed_BTS & near_BTS
+        assert allowed_BTS is not None, "without a table there is a window"
         return mask_from_allowed(allowed_BTS, impl=self.impl, dtype=self.dtype)
 
 
@@ -207,16 +209,15 @@ def _reach_in_call(
     num_tokens, device = tokens_BT.shape[1], tokens_BT.device
     impl = choose_attention(dtype, num_source_tokens=num_tokens, device_type=device.type)
     order_BT = torch.arange(num_tokens, device=device)[None]
-    causal_BTS = order_BT[:, :, None] >= order_BT[:, None, :]
-    allowed_BTS = None if real_BT is None and document_ids_BT is None else causal_BTS
+    if real_BT is None and document_ids_BT is None:
+        return _Reach(None, order_BT, order_BT, impl, dtype)
+    allowed_BTS = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
     if real_BT is not None:
-        allowed_BTS = causal_BTS & real_BT[:, None, :] & real_BT[:, :, None]
+        allowed_BTS = allowed_BTS & real_BT[:, None, :] & real_BT[:, :, None]
         order_BT = real_BT.long().cumsum(dim=1)
     if document_ids_BT is not None:
-        same_BTS = document_ids_BT[:, None, :] == document_ids_BT[:, :, None]
-        allowed_BTS = same_BTS & (causal_BTS if allowed_BTS is None else allowed_BTS)
-    distance_BTS = order_BT[:, :, None] - order_BT[:, None, :]
-    return _Reach(allowed_BTS, distance_BTS, num_tokens, num_tokens, impl, dtype)
+        allowed_BTS = allowed_BTS & (document_ids_BT[:, None, :] == document_ids_BT[:, :, None])
+    return _Reach(allowed_BTS, order_BT, order_BT, impl, dtype)
 
 
 def _reach_in_cache(call: CacheCall, *, dtype: torch.dtype) -> _Reach:
@@ -226,14 +227,12 @@ def _reach_in_cache(call: CacheCall, *, dtype: torch.dtype) -> _Reach:
         dtype, num_source_tokens=call.num_source_tokens, device_type=device.type
     )
     source_S = torch.arange(call.num_source_tokens, device=device)
-    distance_BTS = call.index_BT[..., None] - source_S
-    allowed_BTS = (distance_BTS >= 0) & call.real_BT[..., None]
+    allowed_BTS = (source_S <= call.index_BT[..., None]) & call.real_BT[..., None]
     if call.source_document_ids_BS is not None and call.document_ids_BT is not None:
         source_ids_BS = call.source_document_ids_BS[:, : call.num_source_tokens]
         same_document = source_ids_BS[:, None, :] == call.document_ids_BT[..., None]
         allowed_BTS = allowed_BTS & same_document
-    num_tokens = call.index_BT.shape[1]
-    return _Reach(allowed_BTS, distance_BTS, num_tokens, call.num_source_tokens, impl, dtype)
+    return _Reach(allowed_BTS, call.index_BT, source_S[None], impl, dtype)
 
 
 def _real_tokens(padding_mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from depthdial.config import (
     ATTENTION_LETTERS,
+    VALUE_GATE_CHANNELS,
     ModelConfig,
     ModulationConfig,
     TimeModulationConfig,
 )
-
-VALUE_GATE_CHANNELS = 32
-"""Input channels that the gate of a value embedding reads (`layers/attention.py`)."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from depthdial.layers.primitives import wide
+
 
 class ExitGate(nn.Module):
     """Logit of stopping after a loop, read from the state.
@@ -93,8 +95,3 @@ def mix_by_distribution(logits_by_loop: Sequence[Tensor], p_BTL: Tensor) -> Tens
         )
     parts = [p_BTL[..., i, None] * wide(x_BTV) for i, x_BTV in enumerate(logits_by_loop)]
     return torch.stack(parts).sum(dim=0)
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least float32: small probabilities, and differences of close bf16 states, round away."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -7,9 +7,8 @@ Letters: B batch, T query tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 
 from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
 from depthdial.layers.normalised import unit_length
-from depthdial.layers.primitives import RMSNorm, rms_normalise
-from depthdial.layers.state import KVSlot, UncachedSlot
+from depthdial.layers.primitives import RMSNorm, wide_dtype
+from depthdial.layers.state import KVSlot
 from depthdial.model.carry import (
     LoopCarry,
     anchor,
+    detach_rows,
     first_carry,
     slots_from_carry,
     with_first_candidate,
@@ -30,13 +30,21 @@ from depthdial.model.carry import (
 from depthdial.model.context import ForwardContext, build_context, compute_dtype
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
-from depthdial.model.loop_cache import Block, CacheCall, LoopCache
+from depthdial.model.loop_cache import Block, LoopCache
 from depthdial.model.modulation import (
-    EntryModulation,
     LoopModulation,
     SublayerModulation,
     check_step_sizes,
     make_conditioning,
+)
+from depthdial.model.passes import (
+    Begun,
+    LoopObserver,
+    LoopPass,
+    SlotBinding,
+    enter,
+    last_states,
+    loops_without_grad,
 )
 from depthdial.model.schedule import (
     ActiveRows,
@@ -48,60 +56,6 @@ from depthdial.model.schedule import (
 from depthdial.model.sublayer import Stack, num_slots
 from depthdial.model.update import Injection, StateUpdate, initial_state
 from depthdial.model.visit_deltas import VisitDeltas
-
-
-class LoopPass(NamedTuple):
-    """What `iterate` yields after each pass.
-
-    rows: user-order indices of the rows in `state_BTD`, deepest first; None for the whole batch.
-    num_leaving: rows at the end of `state_BTD` whose last pass this was.
-    """
-
-    loop_idx: int
-    state_BTD: Tensor
-    rows: Tensor | None
-    num_leaving: int
-
-
-LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
-"""(loop_idx, state_BTD, rows) -> None, or a replacement for the state."""
-
-
-class SlotBinding:
-    """The slots of one call: the cache's, or storeless ones without a cache.
-
-    Args: num_slots: token mixers in each block.
-    """
-
-    def __init__(
-        self, cache: LoopCache | None, call: CacheCall | None, num_slots: dict[Block, int]
-    ) -> None:
-        self.cache = cache
-        self.call = call
-        self.num_slots = num_slots
-
-    def slots(
-        self, block: Block, *, loop_idx: int = 0, rows: Tensor | None = None
-    ) -> tuple[KVSlot, ...]:
-        """One slot per token mixer of the block."""
-        count = self.num_slots[block]
-        if self.cache is None or self.call is None:
-            return (UncachedSlot(),) * count
-        return self.cache.slots(block, count, loop_idx=loop_idx, rows=rows, call=self.call)
-
-    def stash_slots(self) -> tuple[KVSlot, ...]:
-        """Slots of the pass after the last loop that writes what persists."""
-        assert self.cache is not None and self.call is not None, "only a cache stashes"
-        return self.cache.stash_slots(self.num_slots["core"], call=self.call)
-
-
-class Begun(NamedTuple):
-    """A call whose prelude has run: what `iterate` and `finish` need."""
-
-    h_in_BTD: Tensor
-    initial_state_BTD: Tensor
-    ctx: ForwardContext
-    binding: SlotBinding
 
 
 class LoopedLM(nn.Module):
@@ -358,7 +312,7 @@ class LoopedLM(nn.Module):
         if self.config.final_norm == "coda_and_head" and self.final_norm is not None:
             state_BTD = self.final_norm(state_BTD)
         if self.state_projection is not None:
-            state_BTD = self.state_projection(state_BTD)
+            state_BTD = self.state_projection(state_BTD).to(state_BTD.dtype)
         return self.coda_stack(state_BTD, mods=mods, slots=slots, ctx=ctx)
 
     def head(self, x_BTD: Tensor) -> Tensor:
@@ -370,7 +324,7 @@ class LoopedLM(nn.Module):
         if self.logit_scale is None or self.config.ngpt is None:
             return logits_BTV
         # fp32: the scale is large where the logits of unit vectors are small.
-        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+        wide = wide_dtype(logits_BTV.dtype)
         return logits_BTV.to(wide) * (self.logit_scale.to(wide) / self.config.ngpt.scale_std)
 
     def loop_modulation(
@@ -455,6 +409,7 @@ class LoopedLM(nn.Module):
                 )
             if bool(without_grad.any()):
                 state_BTD = detach_rows(state_BTD, without_grad)
+                carry = carry.detached(without_grad)
             if on_loop is not None:
                 replacement_BTD = on_loop(loop_idx, state_BTD, rows)
                 state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
@@ -466,7 +421,8 @@ class LoopedLM(nn.Module):
                 )
             places = active.after(loop_idx, keep)
             if places is not None:
-                places = places.to(h_in_BTD.device)
+                if isinstance(places, Tensor):
+                    places = places.to(h_in_BTD.device)
                 state_BTD, h_in_BTD = state_BTD[places], h_in_BTD[places]
                 ctx, carry = ctx.narrow(places), carry.narrow(places)
             loop_idx += 1
@@ -514,42 +470,3 @@ class LoopedLM(nn.Module):
                 "Leave it out."
             )
         return check_step_sizes(step_sizes, num_loops, batch_size=batch_size)
-
-
-def enter(injected_BTD: Tensor, h_in_BTD: Tensor, entry: EntryModulation, *, eps: float) -> Tensor:
-    """Loop entry z_i (ELR section 3.4); the norm has no gain of its own."""
-    normed_BTD = rms_normalise(injected_BTD, eps)
-    return (
-        entry.raw_gain * injected_BTD
-        + entry.norm_gain * normed_BTD
-        + entry.shift
-        + entry.eta * h_in_BTD
-    )
-
-
-def last_states(passes: Iterable[LoopPass]) -> Tensor:
-    """The state of every row after its own last pass, rows in the order given to the loops."""
-    leaving_parts, order = [], None
-    for done in passes:
-        order = done.rows if done.loop_idx == 0 else order
-        if done.num_leaving:
-            leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
-    if order is None:
-        return leaving_parts[0]
-    # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.
-    return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
-
-
-def loops_without_grad(no_grad_loops: int | Tensor, rows: Tensor | None) -> Tensor:
-    """First passes without gradient, of all rows or one entry per active row."""
-    if isinstance(no_grad_loops, int):
-        return torch.tensor([no_grad_loops])
-    return no_grad_loops if rows is None else no_grad_loops[rows]
-
-
-def detach_rows(state_BTD: Tensor, without_grad: Tensor) -> Tensor:
-    """The state, cut off from its history in the rows marked True."""
-    if len(without_grad) == 1:
-        return state_BTD.detach()
-    cut_B11 = without_grad.to(state_BTD.device)[:, None, None]
-    return torch.where(cut_B11, state_BTD.detach(), state_BTD)

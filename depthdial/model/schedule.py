@@ -101,22 +101,29 @@ class ActiveRows:
             return self.num_rows if loop_idx == self.num_loops - 1 else 0
         return int((self.num_loops == loop_idx + 1).sum())
 
-    def after(self, loop_idx: int, keep: Tensor | None) -> Tensor | None:
+    def after(self, loop_idx: int, keep: Tensor | None) -> Tensor | slice | None:
         """Drop the rows that are done after pass `loop_idx`, and those that `keep` says stop.
 
         Args: keep: bool per active row; None keeps all.
-        Returns: places of the rows that stay, among those that were active; None if all stay.
+        Returns: places of the rows that stay, among those that were active; a slice where these
+            are a prefix, which costs no copy of the index; None if all stay.
         """
-        num_done = self.num_leaving(loop_idx)
-        if keep is None and not num_done:
-            return None
-        stays = torch.ones(self.num_rows, dtype=torch.bool) if keep is None else keep.cpu().clone()
-        stays[self.num_rows - num_done :] = False
+        num_staying = self.num_rows - self.num_leaving(loop_idx)
+        if keep is None:
+            if num_staying == self.num_rows:
+                return None
+            self._keep(torch.arange(num_staying))
+            return slice(0, num_staying)
+        stays = keep.cpu().clone()
+        stays[num_staying:] = False
         places = stays.nonzero()[:, 0]
         if len(places) == self.num_rows:
             return None
+        self._keep(places)
+        return places
+
+    def _keep(self, places: Tensor) -> None:
         self.rows = places if self.rows is None else self.rows[places]
         if isinstance(self.num_loops, Tensor):
             self.num_loops = self.num_loops[places]
         self.num_rows = len(places)
-        return places

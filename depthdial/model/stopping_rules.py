@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from depthdial.config import nearest_name
-from depthdial.model.halting import wide
+from depthdial.layers.primitives import wide
 
 MIN_P_FRAC = 0.1
 """`minp_kl` levels all tokens below this fraction of the most likely one's probability."""

@@ -133,8 +133,8 @@ class NormalisedSublayer(nn.Module):
         dtype = x_BTD.dtype if ctx is None else ctx.dtype
         branch_BTD = mix(self, x_BTD.to(dtype), mod=mod, slot=slot, ctx=ctx)
         unit_BTD = unit_length(x_BTD)
-        step_D = (self.alpha * self.alpha_factor).abs().to(unit_BTD.dtype)
-        return unit_length(unit_BTD + step_D * (unit_length(branch_BTD) - unit_BTD))
+        rate_D = (self.alpha * self.alpha_factor).abs().to(unit_BTD.dtype)
+        return unit_length(unit_BTD + rate_D * (unit_length(branch_BTD) - unit_BTD))
 
 
 def mix(
@@ -197,8 +197,8 @@ class Stack(nn.ModuleList):
     ) -> Tensor:
         """Apply the sublayers at `places`, None for all. slots: one per token mixer of them."""
         next_slot = iter(slots)
-        for i in range(len(self)) if places is None else places:
-            sublayer = self[i]
+        chosen = enumerate(self) if places is None else ((i, self[i]) for i in places)
+        for i, sublayer in chosen:
             x_BTD = sublayer(
                 x_BTD,
                 mod=None if mods is None else mods[i],

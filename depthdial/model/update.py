@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, UpdateName
+from depthdial.layers.primitives import wide_dtype
 from depthdial.model.noise import truncated_normal
 
 MAX_LOG_DECAY = 20.0
@@ -101,11 +102,11 @@ class Injection(nn.Module):
         if self.input is None or self.log_decay is None or self.step_bias is None:
             return state_BTD
         # fp32: a decay near 1 is applied k times.
-        wide = torch.promote_types(self.step_bias.dtype, torch.float32)
-        step_D = F.softplus(self.step_bias.to(wide))
-        decay_D = torch.exp(-step_D * decay_speed(self.log_decay.to(wide)))
+        wide = wide_dtype(self.step_bias.dtype)
+        dt_D = F.softplus(self.step_bias.to(wide))
+        decay_D = torch.exp(-dt_D * decay_speed(self.log_decay.to(wide)))
         kept_BTD = decay_D * state_BTD.to(wide)
-        return (kept_BTD + step_D * self.input(h_in_BTD).to(wide)).to(state_BTD.dtype)
+        return (kept_BTD + dt_D * self.input(h_in_BTD).to(wide)).to(state_BTD.dtype)
 
 
 def replace(
@@ -193,9 +194,9 @@ def decay_rate(prev_BTD: Tensor, candidate_BTD: Tensor, params: GateParams) -> T
     assert params.bias is not None and params.log_decay is not None
     logits_BTD = F.linear(F.linear(candidate_BTD - prev_BTD, params.down), params.up)
     # fp32: near alpha = 1 a bf16 exponent moves in steps of half a percent.
-    wide = torch.promote_types(logits_BTD.dtype, torch.float32)
-    step_BTD = F.softplus(logits_BTD.to(wide) + params.bias.to(wide))
-    return torch.exp(-step_BTD * decay_speed(params.log_decay.to(wide)))
+    wide = wide_dtype(logits_BTD.dtype)
+    dt_BTD = F.softplus(logits_BTD.to(wide) + params.bias.to(wide))
+    return torch.exp(-dt_BTD * decay_speed(params.log_decay.to(wide)))
 
 
 def damped(
@@ -215,7 +216,7 @@ def adaptive_rate(injected_BTD: Tensor, params: GateParams) -> Tensor:
     assert params.weight is not None and params.bias is not None and params.gamma is not None
     logits_BTD = F.linear(injected_BTD, params.weight)
     # fp32: near saturation the sigmoid of a bf16 logit moves in steps of half a percent.
-    wide = torch.promote_types(logits_BTD.dtype, torch.float32)
+    wide = wide_dtype(logits_BTD.dtype)
     gate_BTD = torch.sigmoid(logits_BTD.to(wide) + params.bias.to(wide))
     return gate_BTD * F.softplus(params.gamma.to(wide))
 
@@ -227,7 +228,7 @@ def _move(prev_BTD: Tensor, candidate_BTD: Tensor, rate: Tensor, mod: UpdateModu
     if mod.gate_bypass is not None:
         rate = rate * (1 - mod.gate_bypass) + mod.gate_bypass
     # fp32: the difference of two close bf16 states keeps few correct bits (ELR Eq. 2).
-    wide = torch.promote_types(prev_BTD.dtype, torch.float32)
+    wide = wide_dtype(prev_BTD.dtype)
     moved_BTD = torch.lerp(prev_BTD.to(wide), candidate_BTD.to(wide), rate.to(wide))
     return moved_BTD.to(prev_BTD.dtype)
 

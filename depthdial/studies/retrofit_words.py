@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthdial.data.pointer_chains import DIGITS
 from depthdial.eval.depth_sweep import DepthSweep
 from depthdial.studies.retrofit_arms import CONTROL, CORE, EQUAL_TIME, LOOPED, LOOPS, RANK
 from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
@@ -30,30 +31,33 @@ TITLES = {
     "untaught": "checkpoint before any training",
     **{arm.name: arm.title for arm in (CONTROL, EQUAL_TIME, *LOOPED)},
 }
+JUDGED = 2
+"""Loop count at which arms are judged on text, fixed before the runs."""
 DEEP = 5
 """Look-ups from which a chain is called deep."""
 
 
-def write_results(results: Mapping[str, Jobs], *, seeds: Sequence[int], folder: Path) -> None:
-    """retrofit.json with every seed's scores, and retrofit.md."""
+def write_results(
+    results: Mapping[str, Jobs], *, seeds: Sequence[int], base: str, folder: Path
+) -> None:
+    """retrofit.json with every seed's scores, and retrofit.md. base: the checkpoint in words."""
     parts = []
     if "text" in results:
         parts.append(text_part(results["text"]))
     if "chains" in results:
         parts.append(chain_part(results["chains"]))
-    text = "\n\n".join([_opening(seeds), *parts]) + "\n"
+    text = "\n\n".join([_opening(seeds, base), *parts]) + "\n"
     (folder / "retrofit.md").write_text(text, encoding="utf-8")
     values = {"seeds": list(seeds), **{name: list(jobs) for name, jobs in results.items()}}
     (folder / "retrofit.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
-def _opening(seeds: Sequence[int]) -> str:
+def _opening(seeds: Sequence[int], base: str) -> str:
     first, last = CORE.split(":")
     return (
         "# What loops gain in a retrofitted checkpoint\n\n"
-        "SmolLM2-135M-Instruct (Q4_1 weights, 30 layers); layers "
-        f"{first} to {int(last) - 1} loop. Written by `benchmarks/retrofit.py`; per-seed scores "
-        "are in retrofit.json.\n\n"
+        f"{base}; layers {first} to {int(last) - 1} loop. Written by "
+        "`benchmarks/retrofit.py`; per-seed scores are in retrofit.json.\n\n"
         "The checkpoint's own weights are frozen in every arm. Trained are low-rank differences "
         f"(rank {RANK}) and copies of the norms of the looped layers, or a gate and modulation of "
         f"equal rank. Seeds {', '.join(map(str, seeds))} change data order, depth draws and new "
@@ -89,11 +93,10 @@ def text_findings(seeds: Sequence[Scores]) -> list[str]:
     trained, unseen = TRAINED_CORPORA, (UNSEEN_CORPUS,)
     found = []
     for arm in LOOPED:
-        best = min(LOOPS, key=lambda k: _mean(seeds, arm.name, k, trained))
         for control in (CONTROL, EQUAL_TIME):
-            gain = difference(seeds, (arm.name, best), (control.name, 1), prefixes=trained)
+            gain = difference(seeds, (arm.name, JUDGED), (control.name, 1), prefixes=trained)
             found.append(
-                f"{arm.title}, best at k={best}: {_verdict(gain)} the non-looped "
+                f"{arm.title} at k={JUDGED}: {_verdict(gain)} the non-looped "
                 f"{_kind(control.name)} on trained domains ({_shown(gain)})."
             )
     for arm in LOOPED:
@@ -121,7 +124,7 @@ def chain_part(jobs: Jobs) -> str:
         f"## Shuffled pointer chains ({LONG_CHAINS['num_chains']} of {length} letters)",
         "",
         "Every arm starts from the checkpoint taught on shorter chains with one loop. A guess "
-        f"between the digits of a row scores {1 / LONG_CHAINS['num_chains']:.2f}. " + _budget(jobs),
+        f"between the digits of a row scores {_guessed():.2f}. " + _budget(jobs),
         "",
         "### What it says",
         "",
@@ -140,6 +143,12 @@ def chain_part(jobs: Jobs) -> str:
     lines += ["", "Differences in loss:", ""]
     lines += _differences(seeds, ("",))
     return "\n".join(lines)
+
+
+def _guessed() -> float:
+    """Right answers of who names the digit of any chain; chains may end at equal digits."""
+    right_chain = 1 / LONG_CHAINS["num_chains"]
+    return right_chain + (1 - right_chain) / len(DIGITS)
 
 
 def chain_findings(seeds: Sequence[Scores]) -> list[str]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.layers.primitives import RMSNorm
-from depthdial.model.looped_lm import enter
 from depthdial.model.modulation import ELRModulation
+from depthdial.model.passes import enter
 from depthdial.model.sublayer import Sublayer, low_rank_path
 from depthdial.model.update import (
     UPDATES,

@@ -7,13 +7,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
-from depthdial.model.looped_lm import enter
 from depthdial.model.modulation import (
     ELRModulation,
     LoopConditioning,
     SinusoidalEmbedding,
     make_conditioning,
 )
+from depthdial.model.passes import enter
 
 K, D = 4, 8
 LOOPS = [(i, k) for k in range(1, K + 1) for i in range(k)]

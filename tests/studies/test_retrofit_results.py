@@ -77,12 +77,13 @@ def test_the_report_holds_findings_tables_and_every_seed(tmp_path):
         "text": [job(s, chains=False) for s in (0, 1)],
         "chains": [job(s, chains=True) for s in (0, 1)],
     }
-    write_results(results, seeds=(0, 1), folder=tmp_path)
+    write_results(results, seeds=(0, 1), base="A checkpoint", folder=tmp_path)
     text = (tmp_path / "retrofit.md").read_text()
     assert "k=1 to 4 lie within 0.010 nats on trained domains" in text
     assert "costs 0.20, 0.90 and 1.80 at k=2, 3, 4" in text
     assert "the loss at k=1 is the base's on every document, bit for bit" in text
-    assert text.index("best at k=") < text.index("lie within")
+    assert text.index("the non-looped control of equal time") < text.index("lie within")
+    assert "scores 0.55" in text
     assert "nan" not in text
     assert json.loads((tmp_path / "retrofit.json").read_text())["seeds"] == [0, 1]
 

@@ -329,9 +329,9 @@ def test_a_named_corpus_is_prepared_with_the_tokenizer_of_the_folder(recipe, tok
     [
         ({"data.path": None, "data.corpus": "stdlib", "data.tokenizer_vocab": 300}, "no effect"),
         ({"train.init": None, "objective": {"distill": {"weight": 1.0}}}, "needs a teacher"),
-        ({"depth.backprop_loops": 3}, "no row runs more loops"),
+        ({"depth.backprop_loops": 3}, "no row runs more than 3 loops"),
         ({"objective": {"trajectory": {}}, "depth": {"sampler": "fixed", "fixed_loops": 1}},
-         "depth.fixed_loops=1"),
+         "every row runs one loop"),
         ({"model.max_loops": 1, "depth.override_frac": 0.0, "depth.backprop_loops": 1},
          "no effect with model.max_loops=1"),
         ({"objective": {"trajectory": {"short_weight": 0.0, "consistency_weight": 0.0}}},
