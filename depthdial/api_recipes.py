@@ -45,8 +45,8 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
             return Recipe.from_file(path, init=init, changes=changes)
         if needs_init(path):
             raise ValueError(
-                f"{path}: missing key 'model'. A recipe without it starts from a model directory: "
-                "name one with --init (in Python train__init), or give it a model."
+                f"{recipe}: missing key 'model'. A recipe without it starts from a model "
+                "directory: name one with --init (in Python train__init), or give it a model."
             )
         recipe = Recipe.from_file(path)
     return recipe.replace(**changes) if changes else recipe

@@ -169,8 +169,8 @@ def _what(run: FinishedRun, task: TaskRows | None, sweep: DepthSweep) -> str:
     data = run.recipe.data
     if isinstance(task, PointerChains):
         return (
-            f"Shuffled lines tell {task.row_words}, each of which points at the next and the last "
-            "at a digit; the model names the digit that each letter leads to. "
+            f"Shuffled lines tell {task.row_words}: each letter points at the next one, the last "
+            "at a digit. The model names the digit behind every letter. "
             f"{len(sweep.names)} unseen rows."
         )
     if task is not None:

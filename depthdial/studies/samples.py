@@ -20,6 +20,8 @@ from depthdial.train.sources import TaskRows
 
 SAMPLE_PROMPTS, SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 2, 24, 48
 
+TRIED_ROWS = 20
+
 Layout = Callable[[list[str]], str]
 """From the text of each answer, in the order of the questions, to the text of a sample."""
 
@@ -76,12 +78,11 @@ def _continuation(side: FinishedRun, ids: list[int], *, num_loops: int, new_toke
 def question_samples(run: FinishedRun, baseline: FinishedRun | None) -> list[dict[str, Any]]:
     """One unseen row answered at every loop count, wrong answers in brackets."""
     source = run.unseen_rows()
-    # The first row that the sweep does not count.
-    row = question_count(source).num_rows
+    row = _telling_row(source)
     prompt, layout = _laid_out(run, source, row=row)
     return [
         {
-            "prompt": f"{prompt} (wrong answers stand in brackets)",
+            "prompt": f"{prompt} (wrong ones stand in brackets)",
             "baseline": None
             if baseline is None
             else layout(_answers(baseline, source, row=row, num_loops=1)),
@@ -91,6 +92,17 @@ def question_samples(run: FinishedRun, baseline: FinishedRun | None) -> list[dic
             ],
         }
     ]
+
+
+def _telling_row(source: TaskRows) -> int:
+    """The first row that the sweep does not count and whose answers are not all alike."""
+    first = question_count(source).num_rows
+    targets_BT = source.rows(first, TRIED_ROWS).targets_BT
+    for place, targets_T in enumerate(targets_BT):
+        if len(targets_T[targets_T != IGNORE].unique()) > 1:
+            return first + place
+    # One chain has one answer.
+    return first
 
 
 def _laid_out(run: FinishedRun, source: TaskRows, *, row: int) -> tuple[str, Layout]:
@@ -114,7 +126,7 @@ def _laid_out(run: FinishedRun, source: TaskRows, *, row: int) -> tuple[str, Lay
         )
 
     told = [line for line in lines if not line.endswith("=")]
-    return f"{' '.join(told)}\nasked for every letter; answers by look-ups", by_depth
+    return f"{' '.join(told)}\nanswers for every letter, by number of look-ups", by_depth
 
 
 @torch.no_grad()

@@ -250,18 +250,28 @@ def test_a_sample_of_chains_is_answered_by_look_ups(chain_run, chain_report):
     told = dict(line.split("=") for line in sample["prompt"].splitlines()[0].split(" "))
     assert len(told) == 6
     assert [output["num_loops"] for output in sample["outputs"]] == [1, 2, 3]
-    batch, depths_BT = source.rows(24, 1), source.depths(24, 1)
+    rows = [source.rows(row, 1) for row in range(24, 44)]
+    batch = next(b for b in rows if len(b.targets_BT.unique()) > 2)
+    assert run.tokenizer.decode(batch.tokens_BT[0, :24].tolist()).split() == [
+        f"{letter}={value}" for letter, value in told.items()
+    ]
     given_BT = run.model(batch.tokens_BT, num_loops=2)[..., source.answer_ids].argmax(dim=-1)
     right = int((source.answer_ids[given_BT] == batch.targets_BT).sum())
     answers = [line.split(": ") for line in sample["outputs"][1]["text"].splitlines()]
     assert [depth for depth, _ in answers] == ["1", "2", "3"]
-    assert int((depths_BT > 0).sum()) == 6
     pairs = [pair.split("=") for _, line in answers for pair in line.split(" ")]
     assert sum("[" not in answer for _, answer in pairs) == right
     for letter, answer in pairs:
         while not letter.isdigit():
             letter = told[letter]
         assert (answer == letter) == ("[" not in answer)
+
+
+def test_a_single_chain_has_a_sample_too(chain_run, chain_recipe, tmp_path):
+    changes = {"data.num_chains": 1, "data.context": 21, "train.steps": 1}
+    run = FinishedRun.open(train(chain_recipe(**changes), root=tmp_path).path)
+    [sample] = samples.question_samples(run, None)
+    assert len(sample["outputs"][0]["text"].splitlines()) == 3
 
 
 def test_a_baseline_on_other_chains_is_refused(chain_run, chain_recipe, tmp_path):
