@@ -17,6 +17,7 @@ from depthdial.config_checks import (
     SUBLAYER_LETTERS,
     VALUE_GATE_CHANNELS,
     check_cache_policy,
+    policy_obstacle,
 )
 from depthdial.config_model import (
     CachePolicy,
@@ -75,5 +76,6 @@ __all__ = [
     "VisitDeltaConfig",
     "check_cache_policy",
     "nearest_name",
+    "policy_obstacle",
     "set_dotted",
 ]

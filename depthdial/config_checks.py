@@ -54,6 +54,25 @@ def check_cache_policy(name: str) -> str:
     return name
 
 
+def policy_obstacle(policy: str, config: Any) -> str | None:
+    """Why a cache policy does not go with a model; None where it does."""
+    window, segments, modulation = config.loop.local_window, config.segments, config.modulation
+    if window is not None and policy != "per_loop":
+        return (
+            f"cache policy '{policy}' does not go with loop.local_window={window}: later loops "
+            "read the first loop's keys and their own. Use per_loop."
+        )
+    is_timed = modulation is not None and modulation.kind == "time_step"
+    if policy == "stash_last" and (segments or is_timed):
+        reason = (
+            f"segments={list(segments)}: its extra pass runs the core as a whole"
+            if segments
+            else "modulation.kind='time_step': its extra pass has no time and no step size"
+        )
+        return f"cache policy 'stash_last' does not go with {reason}. Use stash_first or per_loop."
+    return None
+
+
 def check_loop(loop: Any) -> None:
     """Every option of the loop has an effect, and what it needs."""
     only_with = (
@@ -81,11 +100,6 @@ def check_loop(loop: Any) -> None:
         raise ValueError(
             f"initial_state='{loop.initial_state}' with injection='none' cuts the loops off from "
             "the tokens. Choose an injection, or initial_state='prelude'."
-        )
-    if loop.local_window is not None and loop.cache_policy != "per_loop":
-        raise ValueError(
-            f"local_window={loop.local_window} needs cache_policy='per_loop', not "
-            f"'{loop.cache_policy}': later loops read the first loop's keys and their own."
         )
 
 
@@ -178,6 +192,9 @@ def check_model_options(config: Any) -> None:
             f"num_loops={config.num_loops} exceeds max_loops={config.max_loops}; the default must "
             "be a trained depth."
         )
+    obstacle = policy_obstacle(config.loop.cache_policy, config)
+    if obstacle is not None:
+        raise ValueError(obstacle)
     if (config.norm == "ngpt") != (config.ngpt is not None):
         raise ValueError("norm='ngpt' goes with `ngpt`, and needs it.")
     if config.norm == "ngpt" and (config.modulation is not None or config.qk_norm != "none"):

@@ -94,13 +94,18 @@ def check_can_stop(
 ) -> None:
     """Refuse models and caches for which stopping early has no meaning.
 
-    Raises: ValueError for a rule that reads an exit gate which the model does not have, a state
-        update that completes in its last loop, or a cache policy that counts loops from the last.
+    Raises: ValueError for a rule that reads an exit gate which the model does not have, a core in
+        segments, a state update that completes in its last loop, or a cache policy that counts loops from the last.
     """
     if rule.needs_gate and config.exit_gate == "none":
         raise ValueError(
             f"the stopping rule {rule.name} reads an exit gate, and this model has none. Choose a "
             "rule that compares states or readouts, such as kl or latent_diff."
+        )
+    if config.segments:
+        raise ValueError(
+            f"segments={list(config.segments)}: each part of the core runs all its loops before "
+            "the next, so a row cannot stop between them. Choose the number of loops beforehand."
         )
     if config.loop.update == "anchored":
         raise ValueError(

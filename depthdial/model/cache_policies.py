@@ -19,6 +19,7 @@ from depthdial.config import (
     PUBLISHED_POLICY,
     ModelConfig,
     check_cache_policy,
+    policy_obstacle,
 )
 from depthdial.layers.kv_buffer import Lookup
 
@@ -102,15 +103,13 @@ NAMED_RULES = {
 def cache_rule(policy: str, config: ModelConfig) -> CacheRule:
     """The rule of a policy for one model.
 
-    Raises: ValueError for an unknown name, or a number that does not fit the core.
+    Raises: ValueError for an unknown name, one that does not go with the model, or a number that
+        does not fit the core.
     """
     check_cache_policy(policy)
-    if config.loop.local_window is not None and policy != "per_loop":
-        raise ValueError(
-            f"cache policy '{policy}' does not go with loop.local_window="
-            f"{config.loop.local_window}: later loops read the first loop's keys and their own. "
-            "Use per_loop."
-        )
+    obstacle = policy_obstacle(policy, config)
+    if obstacle is not None:
+        raise ValueError(obstacle)
     if policy in NAMED_RULES:
         return NAMED_RULES[policy]
     parts = PUBLISHED_POLICY.fullmatch(policy)

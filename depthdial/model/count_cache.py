@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from depthdial.config import CACHE_POLICIES, CachePolicy, ModelConfig
+from depthdial.config import CACHE_POLICIES, CachePolicy, ModelConfig, policy_obstacle
 from depthdial.model.cache_policies import cache_rule
 from depthdial.model.count_parameters import num_attention
 
@@ -19,8 +19,7 @@ CachePhase = Literal["prompt_peak", "steady"]
 
 def planned_policies(config: ModelConfig) -> tuple[CachePolicy, ...]:
     """The policies that any model of this kind can take, and the model's own."""
-    has_window = config.loop.local_window is not None
-    names = ("per_loop",) if has_window else CACHE_POLICIES
+    names = [name for name in CACHE_POLICIES if policy_obstacle(name, config) is None]
     return tuple(dict.fromkeys((*names, config.loop.cache_policy)))
 
 

@@ -78,6 +78,22 @@ def test_a_model_that_mixes_loops_takes_per_loop_alone():
         cache_rule("share_first", mixing)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"segments": (4, 4), "loop": {"update": "replace"}}, r"segments=\[4, 4\].*as a whole"),
+        ({"modulation": {"kind": "time_step"}}, "time_step.*no step size"),
+    ],
+)
+def test_an_extra_pass_that_the_model_has_no_rule_for_is_refused(changes, reason):
+    model = config(**changes)
+    with pytest.raises(ValueError, match=f"stash_last.*{reason}"):
+        cache_rule("stash_last", model)
+    changes["loop"] = {**changes.get("loop", {}), "cache_policy": "stash_last"}
+    with pytest.raises(ValueError, match=f"stash_last.*{reason}"):
+        config(**changes)
+
+
 # ---- which entry is read: rows of 4 tokens that ran 3, 1, 2 and 2 loops, the last of this call
 
 RAN = torch.tensor([[3, 1, 2, 2]])

@@ -92,6 +92,11 @@ def test_a_model_that_mixes_loops_is_planned_per_loop_alone():
         cache_slots(mixing, 2, policy="last_step")
 
 
+def test_a_policy_that_does_not_go_with_the_model_is_not_planned():
+    timed = small(modulation={"kind": "time_step"})
+    assert planned_policies(timed) == tuple(p for p in CACHE_POLICIES if p != "stash_last")
+
+
 def test_sublayers_without_attention_need_no_slots():
     assert cache_slots(small(layout="F", split=(1, 2, 1)), 3, policy="per_loop") == 0
 
