@@ -91,16 +91,23 @@ def export_parser() -> jsonargparse.ArgumentParser:
 
 def run_export(options: Options) -> int:
     """Export one model."""
-    from depthdial.api_paths import model_folder
+    from depthdial.api_paths import loops_in_training, model_folder
     from depthdial.convert.hf_export import FORMAT, export_hf
     from depthdial.convert.hf_io import export_checkpoint
 
     folder = model_folder(options.model)
+    trained = loops_in_training(folder)
     if options.family == FORMAT:
-        report = export_hf(folder, options.destination, overwrite=options.overwrite)
+        report = export_hf(
+            folder, options.destination, overwrite=options.overwrite, trained_loops=trained
+        )
     else:
         report = export_checkpoint(
-            folder, options.destination, family=options.family, overwrite=options.overwrite
+            folder,
+            options.destination,
+            family=options.family,
+            overwrite=options.overwrite,
+            trained_loops=trained,
         )
     console = result_console()
     console.print(str(report.folder), style="bold", soft_wrap=True)
@@ -124,7 +131,7 @@ COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[O
 
 def _print_import(report: ImportReport) -> None:
     config, tokens = report.config, report.tokens
-    loops = f"{config.num_loops} by default, 1 to {config.max_loops} trained"
+    loops = f"{config.num_loops} by default, made for 1 to {config.max_loops}"
     stops = ", ".join(map(str, tokens.stop_ids)) or "none"
     console = result_console()
     console.print(str(report.folder), style="bold", soft_wrap=True)

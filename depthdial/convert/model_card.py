@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, how deep it was trained, how to load it.
+"""The README.md of an exported model: what it is, how deep it can loop, how to load it.
 
 Numbers come from the config and, where a sweep was saved beside the model, from that file;
 nothing is measured here.
@@ -11,11 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from depthdial import __version__
 from depthdial.config import ModelConfig
+from depthdial.convert.hf_maps import map_config
 from depthdial.convert.origin import Origin
 from depthdial.model.count_parameters import count_parameters
 
@@ -25,7 +27,7 @@ SWEEP_FILE = "sweep.json"
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Mean loss at one loop count, in nats per token, and whether training ran that count."""
+    """Mean loss at one loop count, in nats per token, and whether it counts as trained."""
 
     num_loops: int
     loss: float
@@ -41,6 +43,7 @@ def write_card(
     loading: str,
     limits: Sequence[str],
     origin: Origin | None,
+    trained_loops: Sequence[int] | None,
 ) -> None:
     """Write the card of one export.
 
@@ -48,6 +51,7 @@ def write_card(
         folder: model folder that was exported; its sweep.json gives the curve.
         format_name: of the export. loading: Python that opens it.
         limits: sentences for people. origin: of an imported model.
+        trained_loops: loop counts that its run's training ran; None outside a run.
     """
     data = ModelCardData(
         library_name="transformers",
@@ -60,6 +64,7 @@ def write_card(
         _table(("part", "value"), _facts(config)),
         "## Depth",
         _depth(config),
+        _training(config, folder, origin=origin, trained_loops=trained_loops),
         _curve(read_curve(folder)),
         "## Cache",
         f"Keys and values are kept by the policy `{config.loop.cache_policy}`"
@@ -78,22 +83,35 @@ def read_curve(folder: Path) -> list[CurvePoint]:
 
     Raises: ValueError if the file is no sweep.
     """
+    swept = _read_sweep(folder)
+    return [] if swept is None else swept.points
+
+
+class _Swept(NamedTuple):
+    """What a card says of a saved sweep: its curve, ascending, and its trained loop counts."""
+
+    points: list[CurvePoint]
+    trained_loops: list[int]
+
+
+def _read_sweep(folder: Path) -> _Swept | None:
+    """The saved sweep of a model folder; None without one. Raises: as `read_curve`."""
     path = folder / SWEEP_FILE
     if not path.is_file():
-        return []
+        return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        tokens = sum(values["tokens_N"])
+        tokens, trained_loops = sum(values["tokens_N"]), list(values["trained_loops"])
         points = [
-            CurvePoint(num_loops, math.fsum(nll_N) / tokens, num_loops in values["trained_loops"])
+            CurvePoint(num_loops, math.fsum(nll_N) / tokens, num_loops in trained_loops)
             for num_loops, nll_N in zip(values["loops"], values["nll_KN"], strict=True)
         ]
+        return _Swept(sorted(points, key=lambda point: point.num_loops), sorted(trained_loops))
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} is no saved sweep ({error}). Write it again with `depthdial sweep --save`, or "
             "remove it."
         ) from None
-    return sorted(points, key=lambda point: point.num_loops)
 
 
 def loading_code(format_name: str, folder_name: str) -> str:
@@ -134,15 +152,43 @@ def _facts(config: ModelConfig) -> list[tuple[str, str]]:
 
 def _depth(config: ModelConfig) -> str:
     if config.max_loops == 1:
-        return "Trained at one loop. More loops than one are not what it was trained for."
+        return "Made for one loop, and for no more than one."
     beyond = {
         "refuse": "more are refused in generation",
-        "extrapolate": "more are run, outside of what training saw",
+        "extrapolate": "more are run, outside of that range",
     }[config.loop.beyond_max_loops]
     return (
-        f"Trained for 1 to {config.max_loops} loops; {beyond}. Where a request names no loop "
+        f"Made for 1 to {config.max_loops} loops; {beyond}. Where a request names no loop "
         f"count, {config.num_loops} run."
     )
+
+
+def _training(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    origin: Origin | None,
+    trained_loops: Sequence[int] | None,
+) -> str:
+    """What is known of the loop counts that training ran, and from where."""
+    if config.max_loops == 1:
+        return ""
+    if trained_loops is not None:
+        return f"The run that it comes from trained it at {_counts(trained_loops)} loops."
+    swept = _read_sweep(folder)
+    if swept is not None:
+        return f"The saved sweep counts {_counts(swept.trained_loops)} loops as trained."
+    if origin is not None and map_config(origin.config)[1].max_loops == config.max_loops:
+        return "That range follows from the config it was imported with."
+    return "Which of these loop counts training ran is not recorded with this model."
+
+
+def _counts(loops: Sequence[int]) -> str:
+    """`1 to 4`, `1, 2 and 4`."""
+    *most, last = sorted(loops)
+    if most and last - most[0] == len(most) > 1:
+        return f"{most[0]} to {last}"
+    return f"{', '.join(map(str, most))} and {last}" if most else f"{last}"
 
 
 def _curve(points: Sequence[CurvePoint]) -> str:

@@ -10,6 +10,7 @@ from goldens import GOLDEN
 from published import add_tokenizer, copy_golden, edit_json, edit_tensors
 
 from depthdial.cli import main
+from depthdial.api_paths import loops_in_training, model_folder
 from depthdial.convert.inspection import inspect_model_folder, inspect_source
 from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
@@ -43,7 +44,7 @@ def test_import_says_what_it_did_and_what_to_know(cli, source, tmp_path):
     for part in (
         "imported from ouro",
         "tensors 27 read, all accounted for",
-        "loops 4 by default, 1 to 4 trained",
+        "loops 4 by default, made for 1 to 4",
         "text tokenizer carried over",
         "stop ids 2",
         "chat template none",
@@ -109,7 +110,7 @@ def test_inspect_shows_a_published_checkpoint(cli, source):
         "published checkpoint",
         "family ouro Ouro (LoopLM)",
         "stored as F32, 123.25 KiB",
-        "loops 4 by default, 1 to 4 trained, beyond: refused",
+        "loops 4 by default, made for 1 to 4, beyond: refused",
         "core AF x 2 4 2 25.3k 80.3%",
         "total 4 31.6k",
         "k per_loop others (7) 1 256 B 256 B 2 512 B 256 B",
@@ -121,6 +122,14 @@ def test_inspect_shows_a_published_checkpoint(cli, source):
     ):
         assert part in words(out), part
     assert "Open it: depthdial import" in err
+
+
+def test_a_run_says_what_its_training_ran(cli, tiny_run, tmp_path):
+    trained = loops_in_training(model_folder(tiny_run))
+    _, out, _ = cli("inspect", tiny_run)
+    assert f"trained at {', '.join(map(str, trained))} loops" in words(out)
+    assert cli("export", tiny_run, "--as", "hf", tmp_path / "x").code == 0
+    assert "The run that it comes from trained it at" in (tmp_path / "x" / "README.md").read_text()
 
 
 def test_inspect_fits_80_columns(cli, source):
