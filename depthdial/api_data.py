@@ -77,4 +77,9 @@ def _tokenised(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[
     ids_of_each = tokenizer.encode_batch([document.text for document in documents])
     for document, ids in zip(documents, ids_of_each, strict=True):
         tokens_T = np.array([*ids, *tokenizer.closing_ids], dtype=np.int64)
-        yield TokenDocument(document.name, tokens_T, len(document.text.encode("utf-8")))
+        yield TokenDocument(
+            document.name,
+            tokens_T,
+            num_bytes=len(document.text.encode("utf-8")),
+            first_bytes=tokenizer.num_bytes(ids[0]) if ids else 0,
+        )

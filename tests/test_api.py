@@ -136,6 +136,12 @@ class TestGenerate:
         assert start + 1 == completion.prompt_tokens
         assert model.tokenizer.decode([int(np.argmin(losses))]) == completion.text
 
+    def test_texts_know_the_bytes_of_their_first_token(self, model: Model) -> None:
+        text = "The ship sailed"
+        [document] = token_documents([text], model.tokenizer)
+        first = model.tokenizer.decode([model.tokenizer.encode(text)[0]])
+        assert (document.num_bytes, document.first_bytes) == (len(text), len(first))
+
     def test_a_tokenizer_without_end_of_text_adds_nothing_to_a_prompt(self) -> None:
         pointer = Model(LoopedLM(preset("tiny-pointer"), seed=0), pointer_tokenizer())
         [completion] = pointer.generate("c5 r1f2 c1", max_new_tokens=2)

@@ -36,6 +36,9 @@ class TokenDocument(NamedTuple):
     """Token ids, the last one end-of-text; a read-only view of the file."""
     num_bytes: int
     """UTF-8 bytes of the text, for bits per byte."""
+    first_bytes: int = 0
+    """Those of the first token, which is not scored where no token stands before it; 0 in files of
+    token ids, which do not know it."""
 
 
 @dataclass(frozen=True)

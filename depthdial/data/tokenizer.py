@@ -23,6 +23,8 @@ OPENING_KEY = "opening_tokens"
 others. Without it a document opens and closes with the end-of-text token: our own convention."""
 MIN_BPE_VOCAB = 257
 """256 bytes and the end-of-text token: the smallest vocabulary that can spell any text."""
+CUT_CHARACTER = "\ufffd"
+"""What decoding shows for bytes that are no whole character."""
 PIECE_CHARS = 2048
 """Longest word that BPE training sees: its cost grows with the square of a word's length."""
 
@@ -179,6 +181,15 @@ class Tokenizer:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {token} is outside the {self.vocab_size} known ids.")
         return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def num_bytes(self, token_id: int) -> int:
+        """UTF-8 bytes of the text that this token alone spells; 0 for one that is no text."""
+        text = self._backend.decode([token_id], skip_special_tokens=True)
+        if CUT_CHARACTER not in text:
+            return len(text.encode("utf-8"))
+        # A part of a character: spelled <0xNN> as one byte, or with one character for each byte.
+        spelling = self._backend.id_to_token(token_id)
+        return 1 if spelling.startswith("<0x") else len(spelling)
 
     @property
     def template_ids(self) -> tuple[int, ...]:

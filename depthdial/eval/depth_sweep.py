@@ -49,7 +49,8 @@ class DepthSweep:
     Fields:
         loops: swept loop counts, ascending; max_loops: the model's K.
         trained_loops: loop counts that training ran, ascending.
-        names, tokens_N, bytes_N: documents, their scored tokens, their UTF-8 bytes (0: no text).
+        names, tokens_N, bytes_N: documents, their scored tokens, the UTF-8 bytes that those stand
+            for (0: no text).
         nll_KN: nats, summed over a document's tokens.
         correct_KNP, total_NP: right answers and questions per dependency depth; None for text.
     """
@@ -254,7 +255,9 @@ def sweep_documents(
         trained_loops=_trained(model, trained_loops),
         names=tuple(document.name for document in documents),
         tokens_N=np.array([len(document.tokens_T) - unscored for document in documents]),
-        bytes_N=np.array([document.num_bytes for document in documents]),
+        bytes_N=np.array(
+            [document.num_bytes - unscored * document.first_bytes for document in documents]
+        ),
         nll_KN=nll_KN,
     )
 

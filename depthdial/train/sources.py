@@ -140,7 +140,10 @@ def held_out_documents(folder: Path, tokenizer: Tokenizer) -> list[TokenDocument
             f"{folder} was prepared with another tokenizer than this model's, so its token ids "
             "mean other text. Measure on the text files themselves."
         )
-    documents = list(shards.documents())
+    documents = [
+        document._replace(first_bytes=tokenizer.num_bytes(int(document.tokens_T[0])))
+        for document in shards.documents()
+    ]
     if tokenizer.closing_ids:
         return documents
     return [document._replace(tokens_T=document.tokens_T[:-1]) for document in documents]

@@ -8,6 +8,8 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from depthdial.data.tokenizer import END_OF_TEXT, Tokenizer, _in_pieces, train_bpe
 
@@ -44,6 +46,24 @@ def test_end_of_text_spelled_in_a_document_is_not_the_special_token(tokenizer):
     ids = tokenizer.encode(f"a{END_OF_TEXT}b")
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+@pytest.mark.parametrize("text", ["a", " the", "\n", "é", "漢", "😀 x", "\ufffd"])
+def test_the_bytes_of_the_tokens_add_up_to_those_of_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert sum(map(tokenizer.num_bytes, ids)) == len(text.encode())
+    assert tokenizer.num_bytes(tokenizer.eos_id) == 0
+
+
+def test_a_token_of_one_byte_in_a_vocabulary_of_pieces_counts_as_one():
+    vocab = {"<unk>": 0, "▁the": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    backend = Backend(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    pieces = Tokenizer(backend, eos_token=None)
+    assert [pieces.num_bytes(i) for i in (1, 2 + 0x0A, 2 + 0xE6)] == [3, 1, 1]
 
 
 def test_decode_leaves_the_end_of_text_token_out(tokenizer):

@@ -48,6 +48,15 @@ def document(length: int, seed: int = 0) -> TokenDocument:
     return TokenDocument(f"d{length}", rng.integers(0, VOCAB, length), 3 * length)
 
 
+def test_bits_per_byte_leave_out_the_bytes_of_a_token_that_is_not_scored():
+    docs = [document(4)._replace(first_bytes=2), document(7)._replace(first_bytes=5)]
+    sweep = sweep_documents(uniform_model(), docs, loops=[1], context=CONTEXT, start_id=None)
+    assert sweep.bytes_N.tolist() == [12 - 2, 21 - 5]
+    assert sweep.bits_per_byte(1) == pytest.approx((3 + 6) * 6.59991 / (10 + 16), rel=1e-6)
+    whole = sweep_documents(uniform_model(), docs, loops=[1], context=CONTEXT, start_id=0)
+    assert whole.bytes_N.tolist() == [12, 21]
+
+
 LENGTHS = [1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 2 * CONTEXT + 3]
 
 

@@ -160,6 +160,7 @@ def test_documents_of_an_imported_model_follow_its_publisher(
     stored = list(TokenShards.open(prepared, "valid").documents())
     documents = held_out_documents(prepared, tokenizer)
     assert [d.tokens_T.tolist() for d in documents] == [d.tokens_T[:-1].tolist() for d in stored]
+    assert {d.first_bytes for d in documents} == {1}, "a tokenizer of single bytes"
 
 
 def test_a_model_that_opens_texts_with_several_tokens_cannot_be_scored(byte_base, tmp_path):
