@@ -95,7 +95,8 @@ def check_can_stop(
     """Refuse models and caches for which stopping early has no meaning.
 
     Raises: ValueError for a rule that reads an exit gate which the model does not have, a core in
-        segments, a state update that completes in its last loop, or a cache policy that counts loops from the last.
+        segments, a state update that completes in its last loop, or a cache policy that counts
+        loops from the last.
     """
     if rule.needs_gate and config.exit_gate == "none":
         raise ValueError(

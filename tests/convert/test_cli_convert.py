@@ -9,8 +9,8 @@ import torch
 from goldens import GOLDEN
 from published import add_tokenizer, copy_golden, edit_json, edit_tensors
 
-from depthdial.cli import main
 from depthdial.api_paths import loops_in_training, model_folder
+from depthdial.cli import main
 from depthdial.convert.inspection import inspect_model_folder, inspect_source
 from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM

@@ -194,7 +194,8 @@ def test_the_first_state_is_the_prelude_output():
 
 
 def test_a_zero_first_state_has_the_shape_of_the_prelude_output():
-    assert torch.equal(first_state(None, initial_state="zero", injection="concat"), torch.zeros_like(PREV))
+    state_BTD = first_state(None, initial_state="zero", injection="concat")
+    assert torch.equal(state_BTD, torch.zeros_like(PREV))
 
 
 RANDOM = {"initial_state": "random", "random_state_std": 0.5, "injection": "concat"}
