@@ -238,7 +238,7 @@ METHODS: dict[str, Method] = {
         takes_window=False,
     ),
     "merge-first-pass": Method(
-        "the dense model that pass 1 is, its stored differences added to the weights",
+        "the dense model that pass 1 is, its differences added to the weights",
         MergeOptions,
         "k = 1",
         "1e-4",
