@@ -158,7 +158,7 @@ def test_a_tuple_holds_the_same(model):
     assert loss.ndim == 0
 
 
-def test_b06_tokens_one_by_one_with_a_cache_are_the_whole_text(model):
+def test_b05_tokens_one_by_one_with_a_cache_are_the_whole_text(model):
     cache = DepthdialCache(model.config.looped, capacity=9)
     steps = [
         model(TOKENS[:, i : i + 1], MASK[:, : i + 1], cache=cache, num_loops=3).logits

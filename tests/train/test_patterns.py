@@ -55,7 +55,7 @@ def test_frozen_tensors_are_bit_equal_after_training_and_have_no_state(optimizer
     assert {n.split(".", 1)[1].rsplit(".", 1)[0] for n in optimizers.state_tensors()} == trained
 
 
-def test_b29_a_step_at_one_loop_leaves_what_only_later_loops_use_as_it_was():
+def test_b33_a_step_at_one_loop_leaves_what_only_later_loops_use_as_it_was():
     """Everything trainable acts from the second pass on: no gradient, no decay, no moment."""
     graft = model(loop=LoopConfig(update="replace"))
     freeze_parameters(graft, BASE)
