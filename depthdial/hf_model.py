@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from depthdial.config import CachePolicy
+from depthdial.config import CachePolicy, ModelConfig
 from depthdial.hf_cache import ROLLBACK_POLICIES, DepthdialCache
 from depthdial.hf_call import (
     RecordedStates,
@@ -53,7 +53,9 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: DepthdialConfig) -> None:
         super().__init__(config)
-        self.model = LoopedLM(config.looped)
+        # In a folder with code of its own, transformers loads the files of the config and of the
+        # model apart, each with its own classes: plain values bring the config over to ours.
+        self.model = LoopedLM(ModelConfig.from_dict(config.looped.to_dict()))
         self.register_load_state_dict_pre_hook(_with_prefix)
         self.post_init()
 
@@ -145,7 +147,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             num_loops = self.config.num_loops
         if isinstance(num_loops, Tensor):
             num_loops = num_loops.cpu()
-        return allowed_num_loops(self.config.looped, num_loops, batch_size=batch_size)
+        return allowed_num_loops(self.model.config, num_loops, batch_size=batch_size)
 
     def _wants_states(self, output_hidden_states: bool | None) -> bool:
         if output_hidden_states is None:
@@ -164,7 +166,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("cache and past_key_values are one argument; give one of them.")
         given = past_key_values if cache is None else cache
         if given is None and use_cache:
-            return DepthdialCache(self.config.looped, policy=cache_policy)
+            return DepthdialCache(self.model.config, policy=cache_policy)
         is_used = given is not None if use_cache is None else use_cache
         check_given(given, policy=cache_policy, is_used=is_used)
         return given
@@ -205,7 +207,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         check_given(cache, policy=policy, is_used=is_used)
         if cache is None and is_used:
             capacity = self._capacity(generation_config)
-            cache = DepthdialCache(self.config.looped, capacity=capacity, policy=policy)
+            cache = DepthdialCache(self.model.config, capacity=capacity, policy=policy)
         if cache is None:
             return
         if generation_mode == GenerationMode.ASSISTED_GENERATION and not cache.is_croppable:
@@ -219,7 +221,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         """Most tokens that one `generate` stores per row."""
         if generation_config.is_assistant:
             # It is called again and again with the cache of its first, short call.
-            return self.config.looped.max_context
+            return self.model.config.max_context
         # Candidates from the prompt may reach beyond the end before they are taken back.
         return generation_config.max_length + (generation_config.prompt_lookup_num_tokens or 0)
 
@@ -229,7 +231,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         padding = 0
         if attention_mask is not None:
             padding = attention_mask.shape[1] - int((attention_mask != 0).sum(dim=1).max())
-        longest, context = generation_config.max_length - padding, self.config.looped.max_context
+        longest, context = generation_config.max_length - padding, self.model.config.max_context
         if longest > context:
             raise ValueError(
                 f"prompt and new tokens are up to {longest} tokens; the model's context is "

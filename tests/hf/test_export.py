@@ -8,11 +8,14 @@ import textwrap
 import pytest
 import safetensors.torch
 import torch
+from goldens import GOLDEN
 from toys import toy_model, toy_tokens
 
 from depthdial.convert.hf_export import AUTO_MAP, code_files, export_hf
+from depthdial.convert.hf_io import import_checkpoint
+from depthdial.convert.retrofit import convert
 from depthdial.data.tokenizer import Tokenizer, train_bpe
-from depthdial.model.checkpoint import save_model
+from depthdial.model.checkpoint import load_model, save_model
 
 TEXT = "citizens of the"
 
@@ -37,7 +40,7 @@ def exported(source):
     return source.parent / "exported"
 
 
-STRANGER = """
+NOT_INSTALLED = """
 import json, os, sys
 class NotInstalled:
     def find_spec(self, name, path=None, target=None):
@@ -45,9 +48,11 @@ class NotInstalled:
             raise ModuleNotFoundError(f"No module named {name!r}")
 sys.meta_path.insert(0, NotInstalled())
 import torch
+torch.set_num_threads(1)
+"""
+STRANGER = """
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 folder, result, text = sys.argv[1:]
-torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(text, return_tensors="pt")
@@ -77,19 +82,24 @@ print(json.dumps(found))
 def stranger(exported, tmp_path_factory):
     """What a process finds in which no module of this package can be imported."""
     result = tmp_path_factory.mktemp("stranger")
+    return result, run_without_package(STRANGER, exported, result, TEXT, place=result)
+
+
+def run_without_package(code, *arguments, place):
+    """What a process prints last, as JSON."""
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(STRANGER), str(exported), str(result), TEXT],
+        [sys.executable, "-c", textwrap.dedent(NOT_INSTALLED + code), *map(str, arguments)],
         capture_output=True,
         text=True,
-        cwd=result,
+        cwd=place,
         env={
-            "HF_MODULES_CACHE": str(result / "modules"),
+            "HF_MODULES_CACHE": str(place / "modules"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         },
     )
     assert run.returncode == 0, run.stderr
-    return result, json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def test_a_stranger_gets_our_logits_and_states(source, stranger):
@@ -121,6 +131,41 @@ def test_b36_three_rounds_of_a_stranger_keep_config_weights_and_code(exported, s
     for name in names:
         wanted = (exported / name).read_bytes()
         assert all((result / round_ / name).read_bytes() == wanted for round_ in ("1", "2", "3"))
+
+
+STRANGER_OF_ANY = """
+from transformers import AutoModelForCausalLM
+found = {}
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        logits = model(tokens, num_loops=2, use_cache=True).logits
+    new = {"num_loops": 2, "max_new_tokens": 4, "do_sample": False}
+    found[os.path.basename(folder)] = {
+        "logits": logits[0].tolist(),
+        "cached": model.generate(tokens, **new)[0].tolist(),
+        "uncached": model.generate(tokens, **new, use_cache=False)[0].tolist(),
+    }
+print(json.dumps(found))
+"""
+
+
+def test_a_stranger_gets_our_logits_of_every_kind_of_conditioning(tmp_path):
+    """transformers loads the config's classes twice; comparing them by class built another model,
+    or none.
+    """
+    import_checkpoint(GOLDEN / "loopformer", tmp_path / "time")
+    convert(tmp_path / "time", tmp_path / "gated", method="elastic-fixed")
+    save_model(toy_model(), tmp_path / "loops")
+    exports = [tmp_path / "exports" / name for name in ("time", "gated", "loops")]
+    for folder in exports:
+        export_hf(tmp_path / folder.name, folder)
+    found = run_without_package(STRANGER_OF_ANY, *exports, place=tmp_path)
+    for name, answer in found.items():
+        expected = load_model(tmp_path / name)(torch.arange(5)[None], num_loops=2)[0]
+        assert torch.allclose(torch.tensor(answer["logits"]), expected, atol=1e-5), name
+        assert answer["cached"] == answer["uncached"], name
 
 
 def test_b34_the_weights_are_the_folders_own_file(source, exported):
