@@ -8,12 +8,14 @@ tensors that cannot be computed again to the bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from depthdial.convert.text_files import dump_json, read_json_object
+from depthdial.convert.text_files import dump_json, is_plain_name, read_json_object
+from depthdial.convert.tokens import CHANGED_FILES
 
 ORIGIN_FILE = "origin.json"
 ORIGIN_TENSORS_FILE = "origin.safetensors"
@@ -63,8 +65,61 @@ class Origin:
                 f"{path} has format_version {version} and the keys {sorted(values)}; this version "
                 f"reads {FORMAT_VERSION} with {sorted(wanted)}. Import the checkpoint again."
             )
+        for key, (is_right, wanted) in SHAPES.items():
+            if not is_right(values[key]):
+                raise ValueError(
+                    f"{path} has {key}={_shortened(values[key])}; it must be {wanted}. It is "
+                    "damaged, or was not written by an import: import the checkpoint again."
+                )
         values["kept_tensors"] = tuple(values["kept_tensors"])
         return cls(**values)
+
+
+def _maps(value: Any, is_name: Callable[[str], bool], is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(is_name(k) and is_right(x) for k, x in value.items())
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_tensor_file(value: Any) -> bool:
+    return _is_text(value) and is_plain_name(value) and value.endswith(".safetensors")
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_hash(value: Any) -> bool:
+    return _is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+# An export writes and removes files by these names, so none of them may lead anywhere else.
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "family": (_is_text, "a text"),
+    "source": (_is_text, "a text"),
+    "config": (_is_group, "a group of keys"),
+    "tensors": (
+        lambda value: _maps(value, _is_text, _is_tensor_file),
+        "tensor names with plain names of .safetensors files",
+    ),
+    "kept_tensors": (
+        lambda value: isinstance(value, list) and all(map(_is_text, value)),
+        "a list of tensor names",
+    ),
+    "changed_files": (
+        lambda value: _maps(value, CHANGED_FILES.__contains__, lambda x: x is None or _is_group(x)),
+        f"groups of keys, or null, for {' and '.join(CHANGED_FILES)}",
+    ),
+    "sha256": (lambda value: _maps(value, _is_text, _is_hash), "file names with SHA-256 hashes"),
+}
+"""Field -> whether a value read from a file has its shape, and that shape in words."""
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:

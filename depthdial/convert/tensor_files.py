@@ -19,7 +19,7 @@ from typing import BinaryIO, Self
 import torch
 from torch import Tensor
 
-from depthdial.convert.text_files import read_json_object
+from depthdial.convert.text_files import is_plain_name, read_json_object
 from depthdial.model.tensor_header import DTYPE_NAMES, TensorEntry, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -237,9 +237,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path} has no weight_map from tensors to files; it is damaged.")
     for name, file_name in weight_map.items():
-        # A plain name only: neither a path nor a drive, whatever the operating system.
-        plain = isinstance(file_name, str) and not set(file_name) & set("/\\:\0")
-        if not plain or not file_name.endswith(".safetensors"):
+        is_plain = isinstance(file_name, str) and is_plain_name(file_name)
+        if not is_plain or not file_name.endswith(".safetensors"):
             raise ValueError(
                 f"{path} says that tensor '{name}' is in {file_name!r}; allowed is the plain name "
                 "of a .safetensors file in the same folder. Use another checkpoint."

@@ -15,6 +15,8 @@ MAX_JSON_BYTES = 64 * 2**20
 """Largest JSON file: an index of a million tensors has as much."""
 MAX_CONFIG_BYTES = 4 * 2**20
 """Largest config.json; published ones have under 100 kB."""
+MAX_NAME_LENGTH = 200
+"""Longest file name, in characters; file systems allow 255 bytes."""
 MAX_NESTING = 32
 """Most levels of groups inside groups."""
 
@@ -58,6 +60,14 @@ def read_text(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> str:
             f"{path} is damaged or not UTF-8 text (byte {error.object[error.start]:#x} at "
             f"{error.start}). Copy it again."
         ) from None
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name stands for a file of its own folder, whatever the operating system: neither
+    a path nor a drive.
+    """
+    is_short = 0 < len(name) <= MAX_NAME_LENGTH
+    return is_short and name not in (".", "..") and not set(name) & set("/\\:\0")
 
 
 def dump_json(values: dict[str, Any]) -> str:

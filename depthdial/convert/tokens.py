@@ -39,6 +39,8 @@ CARRIED_FILES = (
     "merges.txt",
 )
 """Everything that published checkpoints keep beside their weights for text."""
+CHANGED_FILES = (GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE)
+"""Those of them that an import may change."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 ROLES = ("bos", "eos", "pad")
 SPECIAL_ROLES = (*ROLES, "unk", "sep", "cls", "mask")

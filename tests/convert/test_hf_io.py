@@ -2,7 +2,6 @@
 
 import json
 import weakref
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -14,13 +13,12 @@ from published import (
     add_tokenizer,
     copy_golden,
     cut_into_shards,
-    edit_json,
     edit_tensors,
     hashes,
 )
 
 from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
-from depthdial.convert.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, Origin
+from depthdial.convert.origin import ORIGIN_TENSORS_FILE
 from depthdial.convert.tensor_files import TensorFiles
 from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
@@ -225,34 +223,6 @@ def test_licence_texts_travel_with_the_weights(tmp_path):
     import_checkpoint(source, tmp_path / "a")
     export_checkpoint(tmp_path / "a", tmp_path / "x", family="llama")
     assert (tmp_path / "x" / "LICENSE.md").read_text() == "terms"
-
-
-# ---- origin.json
-
-
-def test_the_origin_keeps_the_config_in_its_order_and_the_hashes_of_the_source(tmp_path):
-    source = copy_golden("dory", tmp_path / "checkpoint")
-    import_checkpoint(source, tmp_path / "a")
-    origin = Origin.load(tmp_path / "a")
-    values = json.loads((source / "config.json").read_text())
-    assert list(origin.config.items()) == list(values.items())
-    assert origin.sha256 == hashes(source)
-    assert (origin.family, origin.source) == ("dory", "checkpoint")
-    assert set(origin.tensors) == set(tensors_of(source))
-
-
-def test_the_origin_names_no_path_of_this_machine(tmp_path):
-    import_checkpoint(GOLDEN / "dory", tmp_path / "a")
-    text = (tmp_path / "a" / ORIGIN_FILE).read_text()
-    assert str(tmp_path) not in text and str(Path.cwd()) not in text
-
-
-@pytest.mark.parametrize("change", [{"format_version": 2}, {"extra": 1}])
-def test_an_origin_of_another_version_is_refused(tmp_path, change):
-    import_checkpoint(GOLDEN / "llama", tmp_path / "a")
-    edit_json(tmp_path / "a" / ORIGIN_FILE, **change)
-    with pytest.raises(ValueError, match=r"origin.json has format_version"):
-        export_checkpoint(tmp_path / "a", tmp_path / "x", family="llama")
 
 
 # ---- choices
