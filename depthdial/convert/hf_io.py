@@ -22,7 +22,7 @@ from depthdial.convert.hf_maps import Buffer, Get, TensorRule, family_named, rul
 from depthdial.convert.hub import local_source
 from depthdial.convert.model_card import CARD_FILE, loading_code, write_card
 from depthdial.convert.new_folder import new_folder
-from depthdial.convert.origin import ORIGIN_TENSORS_FILE, Origin, hash_files
+from depthdial.convert.origin import ORIGIN_TENSORS_FILE, Origin, hash_file
 from depthdial.convert.source_folder import OpenedSource, open_source, text_folder
 from depthdial.convert.tensor_files import (
     INDEX_FILE,
@@ -34,12 +34,8 @@ from depthdial.convert.tensor_files import (
     write_index,
 )
 from depthdial.convert.text_files import dump_json
-from depthdial.convert.tokens import (
-    CARRIED_FILES,
-    TokenReport,
-    export_tokens,
-    import_tokens,
-)
+from depthdial.convert.token_files import carried_files
+from depthdial.convert.tokens import TokenReport, export_tokens, import_tokens
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from depthdial.model.count import count_parameters
 
@@ -133,7 +129,7 @@ def import_checkpoint(
             tensors={} if is_gguf else dict(files.file_of),
             kept_tensors=kept,
             changed_files=dict(tokens.changed_files),
-            sha256=hash_files(opened.folder / name for name in _files_read(opened)),
+            sha256={name: hash_file(opened.folder / name) for name in _files_read(opened)},
         ).save(folder)
     return ImportReport(
         folder=destination,
@@ -216,7 +212,7 @@ def _files_read(opened: OpenedSource) -> list[str]:
         return opened.files.file_names
     names = [CONFIG_FILE, *opened.files.file_names]
     names += [INDEX_FILE] if opened.files.has_index else []
-    return names + [name for name in CARRIED_FILES if (opened.folder / name).is_file()]
+    return names + carried_files(opened.folder)
 
 
 def copy_licences(source: Path, destination: Path) -> None:

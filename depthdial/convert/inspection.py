@@ -17,7 +17,8 @@ from depthdial.convert.hf_maps import Family, SourceConfig, detect, select_rules
 from depthdial.convert.origin import Origin
 from depthdial.convert.source_folder import open_source, read_source_config, text_folder
 from depthdial.convert.tensor_files import TensorFiles
-from depthdial.convert.tokens import TokenReport, find_template, read_tokens
+from depthdial.convert.token_files import find_template
+from depthdial.convert.tokens import TokenReport, read_tokens
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from depthdial.model.checkpoint import WEIGHTS_FILE, read_config
 from depthdial.model.tensor_header import DTYPE_NAMES

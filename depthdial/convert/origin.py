@@ -124,8 +124,10 @@ def _shortened(value: Any) -> str:
 
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
     """Name -> SHA-256 of files of one folder."""
-    hashes = {}
-    for path in paths:
-        with path.open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
+    return {path.name: hash_file(path) for path in paths}
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -49,7 +49,7 @@ from depthdial.convert.methods import method_named, read_options
 from depthdial.convert.new_folder import new_folder
 from depthdial.convert.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, hash_files
 from depthdial.convert.text_files import dump_json
-from depthdial.convert.tokens import copy_files
+from depthdial.convert.token_files import copy_files
 from depthdial.convert.tying import anchored, damped, loop_window, tie_layers
 from depthdial.convert.window_choice import WindowCurve, measure_window, read_pieces
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer

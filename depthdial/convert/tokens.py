@@ -7,13 +7,21 @@ changes for that, an export gives back. All statements about special tokens are 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from depthdial.convert.text_files import dump_json, read_json_object, read_text
+from depthdial.convert.new_folder import named_in_errors
+from depthdial.convert.text_files import dump_json
+from depthdial.convert.token_files import (
+    OTHER_TOKENIZERS,
+    carried_files,
+    chat_templates,
+    copy_files,
+    object_or_none,
+    other_templates,
+)
 from depthdial.data.tokenizer import (
     GENERATION_CONFIG_FILE,
     OPENING_KEY,
@@ -23,24 +31,8 @@ from depthdial.data.tokenizer import (
     id_list,
 )
 
-TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATE_KEY = "chat_template"
-CARRIED_FILES = (
-    TOKENIZER_FILE,
-    TOKENIZER_CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    TEMPLATE_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
-"""Everything that published checkpoints keep beside their weights for text."""
 CHANGED_FILES = (GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE)
-"""Those of them that an import may change."""
+"""Files that an import may change."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 ROLES = ("bos", "eos", "pad")
 SPECIAL_ROLES = (*ROLES, "unk", "sep", "cls", "mask")
@@ -86,7 +78,7 @@ def import_tokens(
     copy_files(source, destination)
     facts = read_tokens(source, config=config, vocab_size=vocab_size)
     changed: dict[str, dict[str, Any] | None] = {}
-    generation = _object_or_none(source / GENERATION_CONFIG_FILE)
+    generation = object_or_none(source / GENERATION_CONFIG_FILE)
     if set(id_list((generation or {}).get("eos_token_id"), "")) != set(facts.stop_ids):
         changed[GENERATION_CONFIG_FILE] = generation
         stated = generation or _token_ids(config)
@@ -96,7 +88,7 @@ def import_tokens(
         (destination / GENERATION_CONFIG_FILE).write_text(text, encoding="utf-8")
     if facts.has_tokenizer:
         tokenizer = Tokenizer.from_file(source / TOKENIZER_FILE)
-        original = _object_or_none(source / TOKENIZER_CONFIG_FILE)
+        original = object_or_none(source / TOKENIZER_CONFIG_FILE)
         changed[TOKENIZER_CONFIG_FILE] = original
         values = dict(original or {"tokenizer_class": "PreTrainedTokenizerFast"})
         if values.get("eos_token") is None and facts.stop_ids:
@@ -104,7 +96,8 @@ def import_tokens(
         values[OPENING_KEY] = [tokenizer.token_of(token_id) for token_id in facts.opening_ids]
         (destination / TOKENIZER_CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
         # The folder must open again with the tokenizer that every tool uses.
-        Tokenizer.from_dir(destination)
+        with named_in_errors(destination, source):
+            Tokenizer.from_dir(destination)
     return TokenReport(**{**vars(facts), "changed_files": changed})
 
 
@@ -114,7 +107,7 @@ def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int) -> 
     Args as in `import_tokens`. Raises: as there.
     """
     tokenizer, notes = _tokenizer_of(folder)
-    tokenizer_config = _object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
+    tokenizer_config = object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
     statements = list(_id_statements(folder, config))
     warnings: list[str] = []
     opening_ids: tuple[int, ...] = ()
@@ -131,25 +124,19 @@ def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int) -> 
     stop_ids = tuple(dict.fromkeys(i for s in statements if s.role == "eos" for i in s.ids))
     if not stop_ids:
         warnings.append("no file names an end-of-text token, so generation runs to its limit.")
-    template_in, template = _template(folder, tokenizer_config)
-    if template is not None and tokenizer is not None:
-        warnings += _unstopped_turns(template, tokenizer, stop_ids)
+    templates = chat_templates(folder)
+    warnings += other_templates(templates)
+    if templates and tokenizer is not None:
+        warnings += _unstopped_turns(templates[0].text, tokenizer, stop_ids)
     return TokenReport(
         has_tokenizer=tokenizer is not None,
         stop_ids=stop_ids,
         opening_ids=opening_ids,
-        template_in=template_in,
+        template_in=templates[0].where if templates else None,
         notes=tuple(notes),
         warnings=tuple(warnings),
         changed_files={},
     )
-
-
-def copy_files(source: Path, destination: Path) -> None:
-    """Copy what is there of `CARRIED_FILES`; links are followed."""
-    for name in CARRIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
 
 
 def export_tokens(
@@ -166,7 +153,7 @@ def export_tokens(
             (destination / name).unlink(missing_ok=True)
         else:
             (destination / name).write_text(dump_json(values), encoding="utf-8")
-    config = _object_or_none(destination / TOKENIZER_CONFIG_FILE)
+    config = object_or_none(destination / TOKENIZER_CONFIG_FILE)
     if changed_files is not None or config is None:
         return
     if OPENING_KEY in config:
@@ -181,12 +168,6 @@ def export_tokens(
     (destination / TOKENIZER_CONFIG_FILE).write_text(dump_json(config), encoding="utf-8")
 
 
-def find_template(folder: Path) -> str | None:
-    """Name of the file that holds the chat template; None for none."""
-    config = _object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
-    return _template(folder, config)[0]
-
-
 def _tokenizer_of(folder: Path) -> tuple[Tokenizer | None, list[str]]:
     path = folder / TOKENIZER_FILE
     if path.is_file():
@@ -196,7 +177,7 @@ def _tokenizer_of(folder: Path) -> tuple[Tokenizer | None, list[str]]:
                 f"{MAX_TOKENIZER_BYTES:,}. It is damaged."
             )
         return Tokenizer.from_file(path), []
-    others = [name for name in CARRIED_FILES[7:] if (folder / name).is_file()]
+    others = [name for name in carried_files(folder) if name in OTHER_TOKENIZERS]
     why = f"only {', '.join(others)}" if others else "no tokenizer files"
     todo = (
         f"Make a {TOKENIZER_FILE} with transformers (AutoTokenizer.from_pretrained(...), then "
@@ -219,7 +200,7 @@ def _id_statements(folder: Path, config: Mapping[str, Any]) -> Iterator[Statemen
     groups += [
         (f"config.json, {key}", value) for key, value in config.items() if isinstance(value, dict)
     ]
-    generation = _object_or_none(folder / GENERATION_CONFIG_FILE)
+    generation = object_or_none(folder / GENERATION_CONFIG_FILE)
     if generation is not None:
         groups.append((GENERATION_CONFIG_FILE, generation))
     for where, values in groups:
@@ -237,7 +218,7 @@ def _token_statements(
     Raises: ValueError for an end-of-text token that the vocabulary lacks.
     """
     for name in (TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
-        values = _object_or_none(folder / name) or {}
+        values = object_or_none(folder / name) or {}
         for role in SPECIAL_ROLES:
             token = values.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -255,16 +236,18 @@ def _token_statements(
 
 def _wrong_ids(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     """Tokens listed with an id that tokenizer.json contradicts."""
-    decoder = (_object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}).get("added_tokens_decoder")
+    decoder = (object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}).get("added_tokens_decoder")
     listed = [
         (TOKENIZER_CONFIG_FILE, value.get("content"), key)
         for key, value in (decoder if isinstance(decoder, dict) else {}).items()
         if isinstance(value, dict)
     ]
-    added = _object_or_none(folder / "added_tokens.json") or {}
+    added = object_or_none(folder / "added_tokens.json") or {}
     listed += [("added_tokens.json", token, str(token_id)) for token, token_id in added.items()]
     for where, token, stated in listed:
-        own = tokenizer.token_of(int(stated)) if stated.isdecimal() else None
+        # Compared by length first: the vocabulary's own ids have 32 bits.
+        is_id = stated.isdecimal() and len(stated) < 10 and int(stated) < tokenizer.vocab_size
+        own = tokenizer.token_of(int(stated)) if is_id else None
         if own != token:
             yield f"{where}: id {stated} is '{token}', but {TOKENIZER_FILE} has '{own}' there."
 
@@ -317,23 +300,6 @@ def _shown(ids: tuple[int, ...]) -> str:
     return " or ".join(map(str, ids))
 
 
-def _template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """File and text of the chat template; the file of its own wins, as in transformers."""
-    if (folder / TEMPLATE_FILE).is_file():
-        return TEMPLATE_FILE, read_text(folder / TEMPLATE_FILE)
-    for name, values in (
-        ("chat_template.json", _object_or_none(folder / "chat_template.json") or {}),
-        (TOKENIZER_CONFIG_FILE, tokenizer_config),
-    ):
-        template = values.get(TEMPLATE_KEY)
-        if isinstance(template, list):
-            # Several templates by name; all of them speak the same special tokens.
-            template = "\n".join(str(item.get("template")) for item in template)
-        if isinstance(template, str):
-            return name, template
-    return None, None
-
-
 def _unstopped_turns(
     template: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
 ) -> Iterator[str]:
@@ -345,7 +311,3 @@ def _unstopped_turns(
             f"the chat template writes {', '.join(spelled[:5])}, but generation stops at "
             f"{', '.join(sorted(map(str, stops))) or 'nothing'}: replies may not end."
         )
-
-
-def _object_or_none(path: Path) -> dict[str, Any] | None:
-    return read_json_object(path) if path.is_file() else None
