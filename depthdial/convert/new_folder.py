@@ -33,13 +33,41 @@ def new_folder(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
-        _put_in_place(temporary, destination)
+        with named_in_errors(temporary, destination):
+            yield temporary
+            _put_in_place(temporary, destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def named_in_errors(temporary: Path, shown: Path) -> Iterator[None]:
+    """Put another path in the place of one that is gone when an error's message is read."""
+
+    def renamed(text: object) -> object:
+        return text.replace(str(temporary), str(shown)) if isinstance(text, str) else text
+
+    try:
+        yield
+    except OSError as error:
+        error.args = tuple(map(renamed, error.args))
+        # Setting a name that was not there would change how the error is printed.
+        if error.filename is not None:
+            error.filename = renamed(error.filename)
+        if error.filename2 is not None:
+            error.filename2 = renamed(error.filename2)
+        raise
+    except ValueError as error:
+        error.args = tuple(map(renamed, error.args))
+        raise
+
+
 def _check_destination(destination: Path, *, overwrite: bool, apart_from: Path | None) -> None:
+    if destination.name in ("", ".."):
+        raise ValueError(
+            f"the destination '{destination}' names no new folder, which could take its place only "
+            "when it is complete. Give the name of a new one."
+        )
     if apart_from is not None:
         source, wanted = apart_from.resolve(), destination.resolve()
         if wanted.is_relative_to(source) or source.is_relative_to(wanted):

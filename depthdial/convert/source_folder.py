@@ -27,11 +27,13 @@ from depthdial.convert.hf_maps import (
     family_named,
     select_rules,
 )
+from depthdial.convert.new_folder import named_in_errors
 from depthdial.convert.tensor_files import TensorFiles, TensorSpec
 from depthdial.convert.text_files import MAX_CONFIG_BYTES, read_json_object
 from depthdial.model.checkpoint import CONFIG_FILE, empty_model
 from depthdial.model.count import count_parameters
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 MAX_LAYERS = MAX_LOOPS = 10_000
 MAX_CONTEXT = 2**24
 """Most layers, loops and tokens that a config may name, compared before anything is built."""
@@ -103,7 +105,7 @@ def text_folder(opened: OpenedSource) -> Iterator[tuple[Path, tuple[str, ...]]]:
     if not isinstance(opened.files, GgufFile):
         yield opened.folder, ()
         return
-    with TemporaryDirectory() as staged:
+    with TemporaryDirectory() as staged, named_in_errors(Path(staged), opened.files.path):
         yield Path(staged), write_tokenizer(opened.files.header, Path(staged))
 
 
@@ -112,6 +114,13 @@ def read_source_config(folder: Path) -> dict[str, Any]:
 
     Raises: FileNotFoundError, ValueError.
     """
+    adapter = [name for name in ADAPTER_FILES if (folder / name).is_file()]
+    if adapter:
+        raise ValueError(
+            f"{folder} has an adapter ({', '.join(adapter)}), which is not read: without it the "
+            "model would be another one. Merge it into the weights (peft: merge_and_unload, "
+            "save_pretrained) and import the result, or remove it to import the base alone."
+        )
     if not (folder / CONFIG_FILE).is_file():
         raise FileNotFoundError(
             f"{folder} has no {CONFIG_FILE}. Give the folder of a published checkpoint, with "

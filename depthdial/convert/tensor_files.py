@@ -203,6 +203,11 @@ def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if (folder / INDEX_FILE).is_file():
         stated = _read_index(folder / INDEX_FILE)
         names = sorted(set(stated.values()))
+        if SINGLE_FILE not in names and (folder / SINGLE_FILE).is_file():
+            raise ValueError(
+                f"{folder} has both {SINGLE_FILE} and {INDEX_FILE} with {len(names)} other files, "
+                "so it is open which of them are the model. Remove one of the two."
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise FileNotFoundError(

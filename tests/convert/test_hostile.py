@@ -283,6 +283,31 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(source, name):
         import_checkpoint(source, source.parent / "out")
 
 
+def test_one_file_beside_an_index_of_others_is_ambiguous(source):
+    """Two checkpoints in one folder: it was the index that decided, in silence."""
+    whole = (source / WEIGHTS).read_bytes()
+    cut_into_shards(source, 2)
+    (source / WEIGHTS).write_bytes(whole)
+    refused(source, "has both model.safetensors and model.safetensors.index.json with 2 other")
+
+
+def test_an_index_of_one_file_is_read(source):
+    cut_into_shards(source, 1)
+    os.replace(source / "model-00001-of-00001.safetensors", source / WEIGHTS)
+    stated = json.loads((source / INDEX).read_text())["weight_map"]
+    edit_json(source / INDEX, weight_map=dict.fromkeys(stated, WEIGHTS))
+    assert import_checkpoint(source, source.parent / "out").num_source_tensors == 56
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("beside_a_base", [True, False])
+def test_an_adapter_is_not_passed_over(source, name, beside_a_base):
+    if not beside_a_base:
+        (source / "config.json").unlink()
+    (source / name).write_text("{}")
+    refused(source, rf"has an adapter \({name}\), which is not read.* Merge it into the weights")
+
+
 def test_a_shard_may_be_a_link_as_in_a_hub_cache(source):
     elsewhere = source.parent / "blob"
     os.replace(source / WEIGHTS, elsewhere)
