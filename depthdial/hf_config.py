@@ -8,6 +8,8 @@ directory stays readable by `depthdial.load`. The model is in `hf_model.py`.
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from typing import Any, Self
 
 from transformers import PreTrainedConfig
@@ -121,6 +123,23 @@ class DepthdialConfig(PreTrainedConfig):
     def tie_word_embeddings(self) -> bool:
         """The head is the embedding matrix, which is stored once."""
         return self.looped.tie_embeddings
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        """As transformers'.
+
+        Warns where the folder that was opened brought code of its own, which the installed package
+        did not run: the copy opens with the package only.
+        """
+        if self._auto_class is None and "auto_map" in self.__dict__:
+            warnings.warn(
+                f"{save_directory} gets neither the code nor the auto_map of the folder that was "
+                "opened, because the installed depthdial opened it. It opens after `import "
+                "depthdial.hf`; `depthdial export DIR --as hf` writes one that needs no package.",
+                stacklevel=2,
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """The keys of config.json; with them `auto_map` where the code travels with the model."""

@@ -220,3 +220,20 @@ def test_the_installed_package_opens_an_export_with_its_own_code(exported):
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert type(model) is depthdial.hf.DepthdialForCausalLM
     assert model(toy_tokens(1, 4)).logits.shape[1] == 4
+
+
+def test_a_copy_saved_by_the_installed_package_says_that_it_has_no_code(exported, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    with pytest.warns(UserWarning, match="copy gets neither the code nor the auto_map of"):
+        model.save_pretrained(tmp_path / "copy")
+    assert "auto_map" not in json.loads((tmp_path / "copy" / "config.json").read_text())
+    assert load_model(tmp_path / "copy").config == model.config.looped
+
+
+def test_a_model_of_our_own_is_saved_without_a_warning(source, tmp_path, recwarn):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "copy")
+    assert not [w for w in recwarn if "auto_map" in str(w.message)]
