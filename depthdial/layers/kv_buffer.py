@@ -74,6 +74,11 @@ class KVBuffer:
         assert self.k is not None and self.v is not None, "a slot is read after its first write"
         return self.k[rows, :num_source_tokens], self.v[rows, :num_source_tokens]
 
+    def view(self, num_source_tokens: int) -> tuple[Tensor, Tensor]:
+        """Those of all rows as they are stored, to be read before anything is written."""
+        assert self.k is not None and self.v is not None, "a slot is read after its first write"
+        return self.k[:, :num_source_tokens], self.v[:, :num_source_tokens]
+
     def entries(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of single tokens, [..., G, C] each."""
         assert self.k is not None and self.v is not None, "an entry is read after its write"
@@ -101,11 +106,20 @@ class WritePlace:
         rows: row of the buffer for each row of the call, [B].
         index_BT: position of each token; the capacity for padding.
         num_source_tokens: S, positions that may be read.
+        is_whole: `rows` are all rows of the buffer, in order.
     """
 
     rows: Tensor
     index_BT: Tensor
     num_source_tokens: int
+    is_whole: bool = False
+
+    def read(self, buffer: KVBuffer) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to, [B, S, G, C] each."""
+        # A backward needs them as they were, and the next loop may overwrite the buffer.
+        if self.is_whole and not torch.is_grad_enabled():
+            return buffer.view(self.num_source_tokens)
+        return buffer.read(self.rows, self.num_source_tokens)
 
 
 class StoredKV:
@@ -116,7 +130,7 @@ class StoredKV:
         self.place = place
 
     def attend(self, q_BTHC: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
-        k_BSGC, v_BSGC = self.buffer.read(self.place.rows, self.place.num_source_tokens)
+        k_BSGC, v_BSGC = self.place.read(self.buffer)
         return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
 
 
@@ -143,7 +157,7 @@ class CachedSlot:
     ) -> Tensor:
         k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
         self.buffer.put(self.place.rows[:, None], self.place.index_BT, k=k_BTGC, v=v_BTGC)
-        k_BSGC, v_BSGC = self.buffer.read(self.place.rows, self.place.num_source_tokens)
+        k_BSGC, v_BSGC = self.place.read(self.buffer)
         return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
 
 

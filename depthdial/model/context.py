@@ -23,7 +23,8 @@ from depthdial.layers.state import (
     mask_from_allowed,
     narrow_rows,
 )
-from depthdial.model.loop_cache import CacheCall, LoopCache
+from depthdial.model.cache_state import CacheCall
+from depthdial.model.loop_cache import LoopCache
 
 
 @dataclass(frozen=True)
@@ -222,17 +223,16 @@ def _reach_in_call(
 
 def _reach_in_cache(call: CacheCall, *, dtype: torch.dtype) -> _Reach:
     """Over cached positions and this call's."""
-    device = call.index_BT.device
-    impl = choose_attention(
-        dtype, num_source_tokens=call.num_source_tokens, device_type=device.type
-    )
-    source_S = torch.arange(call.num_source_tokens, device=device)
-    allowed_BTS = (source_S <= call.index_BT[..., None]) & call.real_BT[..., None]
+    index_BT, num_source = call.place.index_BT, call.place.num_source_tokens
+    device = index_BT.device
+    impl = choose_attention(dtype, num_source_tokens=num_source, device_type=device.type)
+    source_S = torch.arange(num_source, device=device)
+    allowed_BTS = (source_S <= index_BT[..., None]) & call.real_BT[..., None]
     if call.source_document_ids_BS is not None and call.document_ids_BT is not None:
-        source_ids_BS = call.source_document_ids_BS[:, : call.num_source_tokens]
+        source_ids_BS = call.source_document_ids_BS[:, :num_source]
         same_document = source_ids_BS[:, None, :] == call.document_ids_BT[..., None]
         allowed_BTS = allowed_BTS & same_document
-    return _Reach(allowed_BTS, call.index_BT, source_S[None], impl, dtype)
+    return _Reach(allowed_BTS, index_BT, source_S[None], impl, dtype)
 
 
 def _real_tokens(padding_mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

@@ -18,8 +18,6 @@ Letters: B batch, T query tokens, S source tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -27,6 +25,7 @@ from depthdial.config import CachePolicy, ModelConfig
 from depthdial.layers.kv_buffer import (
     CachedSlot,
     KVBuffer,
+    Lookup,
     LookupSlot,
     OverlaySlot,
     ReadOnlySlot,
@@ -35,29 +34,8 @@ from depthdial.layers.kv_buffer import (
 )
 from depthdial.layers.state import KVSlot
 from depthdial.model.cache_policies import Kept, cache_rule, find_entries
-from depthdial.model.cache_state import KEPT, Block, CacheState
+from depthdial.model.cache_state import ALL_GROUPS, KEPT, Block, CacheCall, CacheState
 from depthdial.model.schedule import NumLoops
-
-
-@dataclass(frozen=True)
-class CacheCall:
-    """Where one call's tokens go.
-
-    Fields:
-        index_BT: position of each token in its row; the capacity for padding.
-        real_BT: False at padding.
-        num_source_tokens: S, the longest row after this call.
-        num_new_B: real tokens per row.
-        document_ids_BT, source_document_ids_BS: of the call [B, T], and of all positions
-            [B, capacity + 1]; or None.
-    """
-
-    index_BT: Tensor
-    real_BT: Tensor
-    num_source_tokens: int
-    num_new_B: Tensor
-    document_ids_BT: Tensor | None
-    source_document_ids_BS: Tensor | None
 
 
 class LoopCache:
@@ -101,7 +79,7 @@ class LoopCache:
 
     @property
     def lengths_B(self) -> Tensor:
-        """Tokens stored per row."""
+        """Tokens stored per row, on the CPU."""
         return self._state.lengths_B
 
     @property
@@ -123,21 +101,25 @@ class LoopCache:
         """
         if shape[0] != self.batch_size:
             raise ValueError(f"the call has {shape[0]} rows, the cache {self.batch_size}.")
+        device = self._state.device
         if real_BT is None:
-            real_BT = torch.ones(shape, dtype=torch.bool, device=self.lengths_B.device)
-        num_new_B = real_BT.sum(dim=1)
+            real_BT = torch.ones(shape, dtype=torch.bool, device=device)
+            num_new_B = torch.full(shape[:1], shape[1])
+        else:
+            num_new_B = real_BT.sum(dim=1).cpu()
         self._check_collapsed(num_new_B)
-        ends_B = self.lengths_B + num_new_B
-        longest = int(ends_B.max())
+        longest = int((self.lengths_B + num_new_B).max())
         if longest > self.capacity:
             raise ValueError(
                 f"a row would hold {longest} tokens; the cache was made for {self.capacity}. "
                 "Make it larger, or generate fewer tokens."
             )
-        index_BT = self.lengths_B[:, None] + real_BT.long().cumsum(dim=1) - 1
+        index_BT = self.lengths_B.to(device)[:, None] + real_BT.cumsum(dim=1) - 1
         index_BT = index_BT.masked_fill(~real_BT, self.capacity)
         source_ids_BS = self._with_documents(index_BT, document_ids_BT)
-        return CacheCall(index_BT, real_BT, longest, num_new_B, document_ids_BT, source_ids_BS)
+        rows = torch.arange(self.batch_size, device=device)
+        place = WritePlace(rows, index_BT, longest, is_whole=True)
+        return CacheCall(place, real_BT, num_new_B, document_ids_BT, source_ids_BS)
 
     def bind_loops(self, num_loops: NumLoops) -> None:
         """Remember each row's loop count, and refuse one that has no stored keys.
@@ -147,10 +129,10 @@ class LoopCache:
         """
         wanted_B = torch.as_tensor(num_loops).expand(self.batch_size)
         if self._kept_now() is None and self._rule.missing == "refuse":
-            started_B = self.lengths_B.cpu() > 0
-            if self._rule.grouping == "loop":
-                self._check_unchanged(wanted_B, started_B)
-            self._check_entries(wanted_B, started_B)
+            is_same = torch.equal(wanted_B, self._state.row_loops_B)
+            if self._rule.grouping == "loop" and not is_same:
+                self._check_unchanged(wanted_B)
+            self._check_entries(wanted_B)
         self._state.row_loops_B = wanted_B.clone()
 
     def slots(
@@ -158,30 +140,26 @@ class LoopCache:
     ) -> tuple[KVSlot, ...]:
         """The slots of one pass over a block, bound to rows and positions.
 
-        Args: rows: of the cache, in the order of the pass; None for all.
+        Args: rows: of the cache, in the order of the pass, on the CPU; None for all.
         """
-        rows, place = self._place(rows, call)
+        state, place = self._state, call.narrow(rows)
         if block != "core":
             return self._cached(block, num_slots, 0, place=place)
         kept = self._kept_now()
         if kept is not None:
-            buffers = [self._state.buffer("core", i, KEPT) for i in range(num_slots)]
+            buffers = [state.buffer("core", i, KEPT) for i in range(num_slots)]
             return tuple(_kept_slot(kept, buffer, place, loop_idx) for buffer in buffers)
-        groups_B = self._rule.group(loop_idx, self._state.row_loops_B[rows.cpu()])
-        self._state.add_groups(int(groups_B.max()) + 1)
-        groups_B = groups_B.to(rows.device)
-        self._state.mark(groups_B, rows, place.index_BT, is_first=loop_idx == 0)
+        if rows is None:
+            state.ran_B.fill_(loop_idx + 1)
+        else:
+            state.ran_B[rows] = loop_idx + 1
         if not self._rule.looks_up:
+            state.open_index_BT = call.place.index_BT
             return self._cached("core", num_slots, loop_idx, place=place)
-        lookup = find_entries(
-            self._rule,
-            self._state.has_GBS[:, rows, : call.num_source_tokens],
-            groups_B,
-            ends_B=(self.lengths_B + call.num_new_B)[rows],
-        )
+        lookup = self._lookup(loop_idx, rows, call=call, place=place)
         groups = set(lookup.targets + lookup.sources)
         return tuple(
-            LookupSlot({g: self._state.buffer("core", i, g) for g in groups}, place, lookup=lookup)
+            LookupSlot({g: state.buffer("core", i, g) for g in groups}, place, lookup=lookup)
             for i in range(num_slots)
         )
 
@@ -190,13 +168,17 @@ class LoopCache:
     ) -> tuple[KVSlot, ...]:
         """The slots of the extra pass after the loops: it writes what later calls read."""
         assert self.needs_stash_pass, f"{self.policy} has no extra pass"
-        _, place = self._place(rows, call)
-        return self._cached("core", num_slots, KEPT, place=place)
+        return self._cached("core", num_slots, KEPT, place=call.narrow(rows))
 
     def advance(self, call: CacheCall) -> None:
         """Count the call's tokens as stored; once per call, after the coda."""
-        self._state.lengths_B = self.lengths_B + call.num_new_B
-        self._state.document_ids_BS = call.source_document_ids_BS
+        state = self._state
+        if self._kept_now() is None:
+            self._show_entries()
+            least_B = torch.minimum(state.least_B, self._groups_of(state.ran_B))
+            state.least_B = torch.where(call.num_new_B > 0, least_B, state.least_B)
+        state.lengths_B = self.lengths_B + call.num_new_B
+        state.document_ids_BS = call.source_document_ids_BS
 
     def end_prompt(self) -> None:
         """The prompt of every row is complete: collapse_* keeps one entry of each token.
@@ -224,30 +206,31 @@ class LoopCache:
         """
         if not len(rows) or self._kept_now() is not None or self._rule.missing != "refuse":
             return
-        loops_B = self._state.row_loops_B[rows.cpu()]
+        rows = rows.cpu()
+        loops_B = self._state.row_loops_B[rows]
         if not 0 <= from_loop < int(loops_B.max()):
             raise ValueError(
                 f"from_loop={from_loop}: the rows run {loops_B.tolist()} loops; give the 0-based "
                 "loop after which they stopped."
             )
-        groups = [self._rule.num_groups(k) for k in loops_B.tolist()]
-        self._state.fill(
-            rows.to(self.lengths_B.device),
-            int(self._rule.group(from_loop, loops_B)[0]),
-            num_groups_B=torch.tensor(groups, device=self.lengths_B.device),
-        )
+        self._show_entries()
+        group = int(self._rule.group(from_loop, loops_B)[0])
+        self._state.fill(rows, group, num_groups_B=self._groups_of(loops_B))
+        ran_B = self._state.ran_B[rows]
+        self._state.ran_B[rows] = torch.where(ran_B == from_loop + 1, loops_B, ran_B)
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes a copy of row rows[i] (beam search); rows may repeat, vanish, or grow.
 
         Raises: ValueError for rows that do not exist, or none.
         """
+        rows = rows.cpu()
         if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= self.batch_size:
             raise ValueError(
                 f"rows={rows.tolist()}: give at least one row number, each from 0 to "
                 f"{self.batch_size - 1}."
             )
-        self._state = self._state.select(rows.to(self.lengths_B.device))
+        self._state = self._state.select(rows)
 
     def crop(self, lengths: int | Tensor) -> None:
         """Drop the newest tokens of each row; an empty cache starts afresh.
@@ -255,8 +238,7 @@ class LoopCache:
         Args: lengths: tokens to keep, for all rows or per row [B].
         Raises: ValueError for a length beyond what is stored.
         """
-        device = self.lengths_B.device
-        lengths_B = torch.as_tensor(lengths, device=device).expand(self.batch_size).clone()
+        lengths_B = torch.as_tensor(lengths).cpu().expand(self.batch_size).clone()
         if bool(((lengths_B < 0) | (lengths_B > self.lengths_B)).any()):
             raise ValueError(
                 f"cannot crop rows of {self.lengths_B.tolist()} tokens to {lengths_B.tolist()}; "
@@ -264,14 +246,17 @@ class LoopCache:
             )
         if int(lengths_B.max()) == 0:
             self._state = CacheState.empty(
-                self.policy, batch_size=self.batch_size, capacity=self.capacity, device=device
+                self.policy,
+                batch_size=self.batch_size,
+                capacity=self.capacity,
+                device=self._state.device,
             )
         else:
-            self._state.lengths_B = lengths_B
+            self._state.crop(lengths_B)
 
     def snapshot(self) -> CacheState:
         """A copy of everything stored, for `restore`; as large as the cache."""
-        return self._state.select(torch.arange(self.batch_size, device=self.lengths_B.device))
+        return self._state.select(torch.arange(self.batch_size))
 
     def restore(self, snapshot: CacheState) -> None:
         """Go back to a snapshot, as often as wanted.
@@ -284,8 +269,7 @@ class LoopCache:
                 f"a snapshot of a {theirs[0]} cache for {theirs[1]} tokens does not go into a "
                 f"{ours[0]} cache for {ours[1]}."
             )
-        rows = torch.arange(len(snapshot.lengths_B), device=snapshot.lengths_B.device)
-        self._state = snapshot.select(rows)
+        self._state = snapshot.select(torch.arange(len(snapshot.lengths_B)))
 
     def num_slots(self) -> int:
         """Key/value slots allocated so far, over all blocks and loops."""
@@ -300,14 +284,32 @@ class LoopCache:
         is_prompt = self._rule.kept_after_prompt and not self._state.prompt_ended
         return None if is_prompt else self._rule.kept
 
-    def _place(self, rows: Tensor | None, call: CacheCall) -> tuple[Tensor, WritePlace]:
-        device = call.index_BT.device
-        if rows is None:
-            rows, index_BT = torch.arange(self.batch_size, device=device), call.index_BT
-        else:
-            rows = rows.to(device)
-            index_BT = call.index_BT[rows]
-        return rows, WritePlace(rows, index_BT, call.num_source_tokens)
+    def _lookup(
+        self, loop_idx: int, rows: Tensor | None, *, call: CacheCall, place: WritePlace
+    ) -> Lookup:
+        """Which entries a pass writes and reads, where those can differ from token to token."""
+        state = self._state
+        groups_B = self._rule.group(
+            loop_idx, state.row_loops_B if rows is None else state.row_loops_B[rows]
+        )
+        state.add_groups(int(groups_B.max()) + 1)
+        groups_B = groups_B.to(place.rows.device)
+        state.mark(groups_B, place.rows, place.index_BT, is_first=loop_idx == 0)
+        ends_B = (self.lengths_B + call.num_new_B).to(state.device)[place.rows]
+        has_GBS = state.has_GBS[:, place.rows, : place.num_source_tokens]
+        return find_entries(self._rule, has_GBS, groups_B, ends_B=ends_B)
+
+    def _show_entries(self) -> None:
+        """Mark the entries of a running call, one per loop, that only its loop counts tell."""
+        if self._state.open_index_BT is not None:
+            self._state.mark_first(self._state.open_index_BT, self._state.ran_B)
+            self._state.open_index_BT = None
+
+    def _groups_of(self, loops_B: Tensor) -> Tensor:
+        """Groups that so many loops fill, [B]."""
+        if self._rule.count is None:
+            return loops_B
+        return torch.tensor([self._rule.num_groups(k) for k in loops_B.tolist()])
 
     def _cached(
         self, block: Block, num_slots: int, group: int, *, place: WritePlace
@@ -322,8 +324,9 @@ class LoopCache:
             slots.append(CachedSlot(buffer, place, shared=shared))
         return tuple(slots)
 
-    def _check_unchanged(self, wanted_B: Tensor, started_B: Tensor) -> None:
-        changed_B = started_B & (wanted_B != self._state.row_loops_B)
+    def _check_unchanged(self, wanted_B: Tensor) -> None:
+        has_tokens_B = self._state.least_B < ALL_GROUPS
+        changed_B = has_tokens_B & (wanted_B != self._state.row_loops_B)
         if bool(changed_B.any()):
             row = int(changed_B.nonzero()[0])
             raise ValueError(
@@ -332,10 +335,13 @@ class LoopCache:
                 "start a new cache."
             )
 
-    def _check_entries(self, wanted_B: Tensor, started_B: Tensor) -> None:
-        complete_B = self._state.num_complete_groups().cpu()
-        needed_B = torch.tensor([self._rule.num_groups(k) for k in wanted_B.tolist()])
-        lacking_B = started_B & (complete_B < needed_B)
+    def _check_entries(self, wanted_B: Tensor) -> None:
+        needed_B = self._groups_of(wanted_B)
+        if bool((self._state.least_B >= needed_B).all()):
+            return
+        # Entries were filled in, or the tokens without them dropped: only counting tells.
+        complete_B = self._state.least_B = self._state.num_complete_groups()
+        lacking_B = complete_B < needed_B
         if bool(lacking_B.any()):
             row = int(lacking_B.nonzero()[0])
             raise ValueError(

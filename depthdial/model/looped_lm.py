@@ -18,6 +18,7 @@ from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, wide_dtype
 from depthdial.layers.state import KVSlot
+from depthdial.model.cache_state import Block
 from depthdial.model.carry import (
     LoopCarry,
     anchor,
@@ -30,7 +31,7 @@ from depthdial.model.carry import (
 from depthdial.model.context import ForwardContext, build_context, compute_dtype
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
-from depthdial.model.loop_cache import Block, LoopCache
+from depthdial.model.loop_cache import LoopCache
 from depthdial.model.modulation import (
     LoopModulation,
     SublayerModulation,
@@ -44,16 +45,15 @@ from depthdial.model.passes import (
     SlotBinding,
     enter,
     last_states,
-    loops_without_grad,
+    rows_without_grad,
 )
 from depthdial.model.schedule import (
     ActiveRows,
     NumLoops,
-    Segment,
     check_num_loops,
     core_segments,
 )
-from depthdial.model.sublayer import Stack, num_slots
+from depthdial.model.sublayer import Stack, build_stack, num_slots
 from depthdial.model.update import Injection, StateUpdate, initial_state
 from depthdial.model.visit_deltas import VisitDeltas
 
@@ -79,12 +79,17 @@ class LoopedLM(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         is_learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.max_context, d_model) if is_learned else None
-        self.prelude_stack = Stack(config.prelude_layout, config)
+        self.prelude_stack = build_stack(config.prelude_layout, config)
         self.prelude_norm = RMSNorm(d_model, config.norm_eps) if config.prelude_norm else None
-        self.core_stack = Stack(
+        self.core_stack = build_stack(
             config.core_layout, config, is_core=True, first_attention=below_core
         )
-        self.coda_stack = Stack(config.coda_layout, config, first_attention=below_coda)
+        # A tuple, so that what the segments share with the core is registered once.
+        self.segment_stacks = tuple(
+            self.core_stack[segment.sublayers] if len(self.segments) > 1 else None
+            for segment in self.segments
+        )
+        self.coda_stack = build_stack(config.coda_layout, config, first_attention=below_coda)
         self.injection = Injection(d_model, config.loop)
         self.state_update = StateUpdate(d_model, config.loop)
         projects = config.loop.state_projection
@@ -273,11 +278,12 @@ class LoopedLM(nn.Module):
         slots: tuple[KVSlot, ...],
         carry: LoopCarry,
         ctx: ForwardContext,
-        places: range | None = None,
+        part: Stack | None = None,
     ) -> tuple[Tensor, LoopCarry]:
         """One pass of the core and the state update; it knows neither loop index nor count.
 
-        Args: places: sublayers of a segment, whose slots are given; None for the whole core.
+        Args: part: the segment that loops, whose conditioning and slots are given; None for the
+            whole core.
         """
         slots = slots_from_carry(carry, slots, config=self.config)
         injected_BTD = self.injection(state_BTD, h_in_BTD)
@@ -286,9 +292,8 @@ class LoopedLM(nn.Module):
         entered_BTD = injected_BTD
         if mod.entry is not None:
             entered_BTD = enter(injected_BTD, h_in_BTD, mod.entry, eps=self.config.norm_eps)
-        candidate_BTD = self.core_stack(
-            entered_BTD, mods=mod.sublayers, slots=slots, ctx=ctx, places=places
-        )
+        stack = self.core_stack if part is None else part
+        candidate_BTD = stack(entered_BTD, mods=mod.sublayers, slots=slots, ctx=ctx)
         if self.config.final_norm == "loop" and self.final_norm is not None:
             candidate_BTD = self.final_norm(candidate_BTD)
         if self.config.loop.unit_norm:
@@ -356,14 +361,14 @@ class LoopedLM(nn.Module):
             for what several segments cannot do.
         """
         steps = self._steps(step_sizes, num_loops, begun.h_in_BTD.shape[0])
-        *earlier, last = self.segments
-        if earlier and bool((torch.as_tensor(no_grad_loops) > 0).any()):
+        last = len(self.segments) - 1
+        if last and bool((torch.as_tensor(no_grad_loops) > 0).any()):
             raise ValueError(
                 "no_grad_loops would cut off the gradient of every segment but the last; a model "
                 "whose core has segments is trained through all its loops."
             )
-        for segment in earlier:
-            passes = self._passes(begun, segment, num_loops=num_loops, steps=steps)
+        for segment_idx in range(last):
+            passes = self._passes(begun, segment_idx, num_loops=num_loops, steps=steps)
             begun = begun._replace(initial_state_BTD=last_states(passes))
         yield from self._passes(
             begun,
@@ -377,7 +382,7 @@ class LoopedLM(nn.Module):
     def _passes(
         self,
         begun: Begun,
-        segment: Segment,
+        segment_idx: int,
         *,
         num_loops: NumLoops,
         steps: Tensor | None,
@@ -387,6 +392,7 @@ class LoopedLM(nn.Module):
         """The passes of one segment; see `iterate`."""
         state_BTD, h_in_BTD, ctx = begun.initial_state_BTD, begun.h_in_BTD, begun.ctx
         batch_size = h_in_BTD.shape[0]
+        segment, part = self.segments[segment_idx], self.segment_stacks[segment_idx]
         carry = first_carry(self.config, is_cached=begun.binding.cache is not None)
         active, loop_idx = ActiveRows(num_loops, batch_size), 0
         if active.rows is not None:
@@ -395,19 +401,23 @@ class LoopedLM(nn.Module):
         while active.num_rows:
             rows = active.rows
             row_steps = steps if steps is None or len(steps) == 1 or rows is None else steps[rows]
-            without_grad = loops_without_grad(no_grad_loops, rows) > loop_idx
+            without_grad = rows_without_grad(no_grad_loops, loop_idx, rows)
             slots = begun.binding.slots("core", loop_idx=loop_idx, rows=rows)
-            with torch.no_grad() if bool(without_grad.all()) else nullcontext():
+            mod = self.loop_modulation(loop_idx, active.num_loops, row_steps)
+            if mod.sublayers is not None:
+                mod = mod._replace(sublayers=mod.sublayers[segment.sublayers])
+            is_cut = without_grad is not None and bool(without_grad.all())
+            with torch.no_grad() if is_cut else nullcontext():
                 state_BTD, carry = self.loop(
                     state_BTD,
                     h_in_BTD,
-                    mod=self.loop_modulation(loop_idx, active.num_loops, row_steps),
-                    slots=slots[segment.mixers.start : segment.mixers.stop],
+                    mod=mod,
+                    slots=slots[segment.mixers],
                     carry=carry,
                     ctx=ctx,
-                    places=segment.sublayers,
+                    part=part,
                 )
-            if bool(without_grad.any()):
+            if without_grad is not None:
                 state_BTD = detach_rows(state_BTD, without_grad)
                 carry = carry.detached(without_grad)
             if on_loop is not None:

@@ -131,9 +131,10 @@ class LoopConditioning(nn.Module):
         if self._table is None:
             return self._compute(loop_idx, budgets)
         missing = tuple(k for k in budgets if (loop_idx, k) not in self._table)
-        with torch.no_grad():
-            for k in missing:
-                self._table[loop_idx, k] = self._compute(loop_idx, (k,))
+        if missing:
+            with torch.no_grad():
+                for k in missing:
+                    self._table[loop_idx, k] = self._compute(loop_idx, (k,))
         if len(budgets) == 1:
             return self._table[loop_idx, budgets[0]]
         rows = [self._table[loop_idx, k] for k in budgets]

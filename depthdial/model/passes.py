@@ -14,8 +14,9 @@ from torch import Tensor
 
 from depthdial.layers.primitives import rms_normalise
 from depthdial.layers.state import KVSlot, UncachedSlot
+from depthdial.model.cache_state import Block, CacheCall
 from depthdial.model.context import ForwardContext
-from depthdial.model.loop_cache import Block, CacheCall, LoopCache
+from depthdial.model.loop_cache import LoopCache
 from depthdial.model.modulation import EntryModulation
 
 
@@ -97,8 +98,12 @@ def last_states(passes: Iterable[LoopPass]) -> Tensor:
     return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
 
 
-def loops_without_grad(no_grad_loops: int | Tensor, rows: Tensor | None) -> Tensor:
-    """First passes without gradient, of all rows or one entry per active row."""
+def rows_without_grad(
+    no_grad_loops: int | Tensor, loop_idx: int, rows: Tensor | None
+) -> Tensor | None:
+    """Which rows no gradient enters in this pass: one mark for all or one per active row; None for
+    no row."""
     if isinstance(no_grad_loops, int):
-        return torch.tensor([no_grad_loops])
-    return no_grad_loops if rows is None else no_grad_loops[rows]
+        return torch.tensor([True]) if loop_idx < no_grad_loops else None
+    marks = loop_idx < (no_grad_loops if rows is None else no_grad_loops[rows])
+    return marks if bool(marks.any()) else None

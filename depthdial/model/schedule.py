@@ -18,10 +18,10 @@ NumLoops = int | Tensor
 
 
 class Segment(NamedTuple):
-    """A run of the core that loops by itself: places of its sublayers, and of its token mixers."""
+    """A run of the core that loops by itself: its sublayers, and its token mixers."""
 
-    sublayers: range
-    mixers: range
+    sublayers: slice
+    mixers: slice
 
 
 def core_segments(config: ModelConfig) -> tuple[Segment, ...]:
@@ -30,7 +30,7 @@ def core_segments(config: ModelConfig) -> tuple[Segment, ...]:
     bounds = [0, *accumulate(config.segments or (len(layout),))]
     below = [0, *accumulate(letter in ATTENTION_LETTERS for letter in layout)]
     return tuple(
-        Segment(range(a, b), range(below[a], below[b]))
+        Segment(slice(a, b), slice(below[a], below[b]))
         for a, b in zip(bounds, bounds[1:], strict=False)
     )
 

@@ -165,26 +165,7 @@ def low_rank_path(x_tilde_BTD: Tensor, mod: SublayerModulation) -> Tensor:
 
 
 class Stack(nn.ModuleList):
-    """Sublayers in order, one per letter of the layout.
-
-    Args:
-        is_core: the stack that loops; its MLPs may have another width, its attention may mix
-            loops.
-        first_attention: attention layers below this stack.
-    """
-
-    def __init__(
-        self, layout: str, config: ModelConfig, *, is_core: bool = False, first_attention: int = 0
-    ) -> None:
-        attention_idx, sublayers = first_attention, []
-        for letter in layout:
-            has_values = letter in TOKEN_MIXERS and attention_idx in config.value_embeddings
-            sublayers.append(
-                _sublayer(letter, config, is_core=is_core, has_value_embedding=has_values)
-            )
-            attention_idx += letter in TOKEN_MIXERS
-        super().__init__(sublayers)
-        self.layout = layout
+    """Sublayers in order; a slice of it is a stack that shares them."""
 
     def forward(
         self,
@@ -193,12 +174,10 @@ class Stack(nn.ModuleList):
         mods: tuple[SublayerModulation, ...] | None,
         slots: tuple[KVSlot, ...],
         ctx: ForwardContext,
-        places: range | None = None,
     ) -> Tensor:
-        """Apply the sublayers at `places`, None for all. slots: one per token mixer of them."""
+        """Apply all sublayers. slots: one per token mixer."""
         next_slot = iter(slots)
-        chosen = enumerate(self) if places is None else ((i, self[i]) for i in places)
-        for i, sublayer in chosen:
+        for i, sublayer in enumerate(self):
             x_BTD = sublayer(
                 x_BTD,
                 mod=None if mods is None else mods[i],
@@ -206,6 +185,24 @@ class Stack(nn.ModuleList):
                 ctx=ctx,
             )
         return x_BTD
+
+
+def build_stack(
+    layout: str, config: ModelConfig, *, is_core: bool = False, first_attention: int = 0
+) -> Stack:
+    """One sublayer per letter of the layout.
+
+    Args:
+        is_core: the stack that loops; its MLPs may have another width, its attention may mix
+            loops.
+        first_attention: attention layers below this stack.
+    """
+    attention_idx, sublayers = first_attention, []
+    for letter in layout:
+        has_values = letter in TOKEN_MIXERS and attention_idx in config.value_embeddings
+        sublayers.append(_sublayer(letter, config, is_core=is_core, has_value_embedding=has_values))
+        attention_idx += letter in TOKEN_MIXERS
+    return Stack(sublayers)
 
 
 def num_slots(layout: str) -> int:

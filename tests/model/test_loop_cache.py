@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from depthdial.config import CACHE_POLICIES, LoopConfig, ModelConfig
+from depthdial.model.cache_state import CacheState
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
@@ -232,6 +233,51 @@ def test_an_early_exit_that_was_not_filled_is_refused(model):
     with_exits(model, cache, tokens(2, 3), num_loops=4, exits=torch.tensor([3, 1]))
     with pytest.raises(ValueError, match="row 1 .* entries of 2 loops only, and 4 loops read"):
         model(tokens(2, 1), num_loops=4, cache=cache)
+
+
+@pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "huginn:compress-s4"])
+def test_entries_are_counted_only_after_something_stopped_early(model, policy, monkeypatch):
+    counts, count = [], CacheState.num_complete_groups
+
+    def counting(state):
+        counts.append(len(state.lengths_B))
+        return count(state)
+
+    monkeypatch.setattr(CacheState, "num_complete_groups", counting)
+    cache, loops = new_cache(model, policy, batch_size=2), torch.tensor([2, 4])
+    for step in range(3):
+        model(tokens(2, 2, seed=step), num_loops=loops, cache=cache)
+    assert not counts
+    with_exits(model, cache, tokens(2, 1), num_loops=loops, exits=torch.tensor([1, 0]))
+    fill_all(cache, torch.tensor([1, 0]), num_loops=4)
+    for step in range(2):
+        model(tokens(2, 1, seed=step), num_loops=loops, cache=cache)
+    assert len(counts) == 1
+
+
+def test_a_row_cropped_to_nothing_takes_any_loop_count(model):
+    cache = prompted(model, "per_loop", tokens(2, 5), num_loops=3)
+    cache.crop(torch.tensor([0, 5]))
+    new, loops = tokens(2, 1, seed=1), torch.tensor([4, 3])
+    logits = model(new, num_loops=loops, cache=cache)
+    same(logits[:1], model(new[:1], num_loops=4))
+    with pytest.raises(ValueError, match="row 0 .* ran 4 loops so far and now asks for 3"):
+        model(new, num_loops=3, cache=cache)
+
+
+@pytest.mark.parametrize("policy", ["per_loop", "last_step"])
+def test_gradients_of_a_cached_call_are_those_of_the_entries_as_they_were_read(model, policy):
+    """The loops after a read may overwrite the buffer."""
+    new = tokens(2, 4)
+    with torch.enable_grad():
+        gradients = []
+        for cache in (None, new_cache(model, policy, batch_size=2)):
+            model.zero_grad()
+            model(new, num_loops=3, cache=cache).square().mean().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+    for plain, cached in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, cached, rtol=1e-4, atol=1e-6)
+    model.zero_grad()
 
 
 @pytest.mark.parametrize("policy", ["last_step", "share_first", "huginn:skip"])
