@@ -35,6 +35,8 @@ CHANGED_FILES = (GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE)
 """Files that an import may change."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 ROLES = ("bos", "eos", "pad")
+NO_ID = -1
+"""How some old configs spell that there is no padding or opening token."""
 SPECIAL_ROLES = (*ROLES, "unk", "sep", "cls", "mask")
 
 
@@ -108,7 +110,7 @@ def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int) -> 
     """
     tokenizer, notes = _tokenizer_of(folder)
     tokenizer_config = object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
-    statements = list(_id_statements(folder, config))
+    statements = list(_id_statements(folder, config, notes))
     warnings: list[str] = []
     opening_ids: tuple[int, ...] = ()
     if tokenizer is not None:
@@ -191,10 +193,12 @@ def _tokenizer_of(folder: Path) -> tuple[Tokenizer | None, list[str]]:
 def _token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
     """The special ids that a config.json states, as a generation config states them."""
     keys = [f"{role}_token_id" for role in ROLES]
-    return {key: config[key] for key in keys if config.get(key) is not None}
+    return {key: config[key] for key in keys if config.get(key) not in (None, NO_ID)}
 
 
-def _id_statements(folder: Path, config: Mapping[str, Any]) -> Iterator[Statement]:
+def _id_statements(
+    folder: Path, config: Mapping[str, Any], notes: list[str]
+) -> Iterator[Statement]:
     """Ids stated as numbers: config.json, its groups, generation_config.json."""
     groups = [("config.json", config)]
     groups += [
@@ -205,7 +209,11 @@ def _id_statements(folder: Path, config: Mapping[str, Any]) -> Iterator[Statemen
         groups.append((GENERATION_CONFIG_FILE, generation))
     for where, values in groups:
         for role in ROLES:
-            ids = id_list(values.get(f"{role}_token_id"), f"{where}: {role}_token_id")
+            value = values.get(f"{role}_token_id")
+            if value == NO_ID and role != "eos":
+                notes.append(f"{where}: {role}_token_id {NO_ID} is read as no {role} token.")
+                continue
+            ids = id_list(value, f"{where}: {role}_token_id")
             if ids:
                 yield Statement(where, role, ids)
 

@@ -293,6 +293,24 @@ def test_an_id_beyond_the_vocabulary_is_refused(source, file, token_id):
         imported(source)
 
 
+@pytest.mark.parametrize("file", ["config.json", GENERATION])
+@pytest.mark.parametrize("key", ["pad_token_id", "bos_token_id"])
+def test_minus_one_is_no_token_and_is_said(source, file, key):
+    """Configs of the first Llama have pad_token_id -1."""
+    edit_json(source / file, **{key: -1})
+    report = imported(source)
+    assert f"{file}: {key} -1 is read as no {key[:3]} token." in report.notes
+    assert -1 not in json.loads((source.parent / "out" / GENERATION).read_text()).values() or (
+        file == GENERATION
+    )
+
+
+def test_null_is_no_token(source):
+    edit_json(source / "config.json", pad_token_id=None)
+    report = imported(source)
+    assert report.warnings == () and not any("pad" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("token_id", [-1, "2", 2.0, [True], {}])
 def test_an_id_that_is_no_id_is_refused(source, token_id):
     edit_json(source / GENERATION, eos_token_id=token_id)
