@@ -1,7 +1,8 @@
 """The model and its cross entropy as one module.
 
-Terms beside cross entropy are in `objective.py`, compilation and the optimizer step in `step.py`.
-Letters: B rows, T tokens, D model width.
+Readouts are here, each one graph when compiled; which rows have which is decided in
+`objective.py`, compilation and the optimizer step in `step.py`.
+Letters: B rows, T tokens, D model width, V vocabulary, N rows that are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from depthdial.data.packing import Batch
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import NumLoops
-from depthdial.train.losses import token_losses
+from depthdial.train.losses import token_divergences, token_losses
+from depthdial.train.trajectory import squared_distance
 
 
 class LossModule(nn.Module):
@@ -47,5 +49,29 @@ class LossModule(nn.Module):
         )
 
     def read_out(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Head and loss together: one graph when compiled."""
+        """Head and loss together, [B, T] fp32."""
         return token_losses(self.model.head(x_BTD), targets_BT)
+
+    def read_out_compared(
+        self, x_BTD: Tensor, targets_BT: Tensor, teacher_NTV: Tensor, rows_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`read_out`, and the divergences of some rows from a teacher, [N, T] fp32.
+
+        Args: rows_N: those that are compared; None for all.
+        """
+        logits_BTV = self.model.head(x_BTD)
+        nll_BT = token_losses(logits_BTV, targets_BT)
+        if rows_N is not None:
+            logits_BTV, targets_BT = logits_BTV[rows_N], targets_BT[rows_N]
+        return nll_BT, token_divergences(logits_BTV, teacher_NTV, targets_BT)
+
+    def distance(self, long_BTD: Tensor, short_BTD: Tensor) -> Tensor:
+        """How far what the head's matrix reads is from the longer path's, [B, T] fp32."""
+        return squared_distance(self._normed(long_BTD), self._normed(short_BTD))
+
+    def _normed(self, x_BTD: Tensor) -> Tensor:
+        """The output after the final norm, where one acts there."""
+        model = self.model
+        if model.final_norm is None or model.config.final_norm == "loop":
+            return x_BTD
+        return model.final_norm(x_BTD)

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from depthdial.config_recipe import ObjectiveConfig
 from depthdial.data.packing import Batch
-from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import NumLoops
 from depthdial.train.loss_module import LossModule
-from depthdial.train.losses import step_loss_share, token_divergences, token_losses
+from depthdial.train.losses import step_loss_share
 from depthdial.train.teacher import Teacher
-from depthdial.train.trajectory import squared_distance
 
 
 class ShortRows(NamedTuple):
@@ -73,15 +71,16 @@ class Objective(nn.Module):
         compared = self._compared_rows(plan)
         if plan.short is None and compared is None:
             return TokenTerms(self.loss_module(batch, plan.num_loops, plan.no_grad_loops))
-        model = self.loss_module.model
         x_BTD = self.loss_module.trunk(batch, plan.num_loops, plan.no_grad_loops)
-        logits_BTV = model.head(x_BTD)
-        terms = TokenTerms(token_losses(logits_BTV, batch.targets_BT))
-        if compared is not None and self.teacher is not None:
-            part = pick_rows(batch, compared)
-            teacher_BTV = self.teacher.logits(part)
-            values = token_divergences(logits_BTV[compared], teacher_BTV, part.targets_BT)
-            terms = terms._replace(divergence_BT=_spread(values, compared, batch))
+        if compared is None or self.teacher is None:
+            terms = TokenTerms(self.loss_module.read_out(x_BTD, batch.targets_BT))
+        else:
+            teacher_NTV = self.teacher.logits(pick_rows(batch, compared))
+            rows_N = None if isinstance(compared, slice) else _on(compared, x_BTD)
+            nll_BT, values_NT = self.loss_module.read_out_compared(
+                x_BTD, batch.targets_BT, teacher_NTV, rows_N
+            )
+            terms = TokenTerms(nll_BT, _spread(values_NT, compared, batch))
         if plan.short is not None:
             terms = self._with_short_path(terms, x_BTD, batch, plan.short)
         return terms
@@ -115,29 +114,19 @@ class Objective(nn.Module):
         self, terms: TokenTerms, long_BTD: Tensor, batch: Batch, short: ShortRows
     ) -> TokenTerms:
         """Terms of the shorter path added."""
-        model = self.loss_module.model
         rows = slice(None) if short.rows is None else short.rows
         part = pick_rows(batch, rows)
         short_BTD = self.loss_module.trunk(
             part, short.num_loops, short.no_grad_loops, step_sizes=short.step_sizes
         )
-        nll_BT = token_losses(model.head(short_BTD), part.targets_BT)
-        distance_BT = squared_distance(
-            normed_output(model, long_BTD[rows]), normed_output(model, short_BTD)
-        )
+        nll_BT = self.loss_module.read_out(short_BTD, part.targets_BT)
+        distance_BT = self.loss_module.distance(long_BTD[rows], short_BTD)
         if part.padding_mask_BT is not None:
             distance_BT = distance_BT * part.padding_mask_BT
         return terms._replace(
             short_nll_BT=_spread(nll_BT, rows, batch),
             distance_BT=_spread(distance_BT, rows, batch),
         )
-
-
-def normed_output(model: LoopedLM, x_BTD: Tensor) -> Tensor:
-    """What the head's matrix reads: the output after the final norm, where one acts there."""
-    if model.final_norm is None or model.config.final_norm == "loop":
-        return x_BTD
-    return model.final_norm(x_BTD)
 
 
 def count_positions(batch: Batch) -> int:

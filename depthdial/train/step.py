@@ -35,8 +35,8 @@ RECOMPILE_LIMIT = 64
 class BlockCompiler:
     """torch.compile per block: prelude, one pass of the core, coda, head with loss.
 
-    One pass is one graph, so a new loop count needs no new compilation. Outside `active()` the
-    model runs eagerly.
+    One pass is one graph, so a new loop count needs no new compilation. A teacher runs eagerly, and
+    so does the model outside `active()`.
     """
 
     def __init__(self, loss_module: LossModule) -> None:
@@ -45,14 +45,20 @@ class BlockCompiler:
             (model, "prelude", torch.compile(model.prelude)),
             (model, "loop", torch.compile(model.loop)),
             (model, "coda", torch.compile(model.coda)),
-            (loss_module, "read_out", torch.compile(loss_module.read_out)),
+            *(
+                (loss_module, name, torch.compile(getattr(loss_module, name)))
+                for name in ("read_out", "read_out_compared", "distance")
+            ),
         ]
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run the compiled blocks in place of the eager ones."""
         with torch._dynamo.config.patch(
-            recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
+            recompile_limit=RECOMPILE_LIMIT,
+            fail_on_recompile_limit_hit=True,
+            # Positions that are scored, of a comparison with a teacher, differ from batch to batch.
+            capture_dynamic_output_shape_ops=True,
         ):
             for module, name, block in self._blocks:
                 setattr(module, name, block)

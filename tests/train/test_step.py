@@ -1,13 +1,16 @@
 """The training step: compiled equals eager, and one compilation serves every loop count."""
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from depthdial.config import ModelConfig, ModulationConfig, OptimConfig
+from depthdial.config_recipe import DistillConfig, ObjectiveConfig, TrajectoryConfig
 from depthdial.data.packing import IGNORE, Batch
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.train.objective import Objective, RowPlan, ShortRows
 from depthdial.train.optim import Optimizers
 from depthdial.train.step import (
     BlockCompiler,
@@ -17,6 +20,7 @@ from depthdial.train.step import (
     train_step,
 )
 from depthdial.train.step_plan import per_row
+from depthdial.train.teacher import Teacher
 
 VOCAB, CONTEXT, ROWS = 31, 12, 8
 
@@ -86,6 +90,41 @@ def test_compiled_equals_eager_and_new_loop_counts_compile_nothing(compiled):
             torch.testing.assert_close(grad, eager[name][1][parameter], rtol=1e-3, atol=1e-4)
         if name == "other share":
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("compared", ["all", "one_loop"])
+def test_comparisons_with_teacher_and_shorter_path_are_compiled_too(monkeypatch, compared):
+    """No part of the objective but the teacher runs eagerly, and none breaks its graph."""
+    compile_block, called = torch.compile, set()
+
+    def recording(block):
+        compiled = compile_block(block, backend="eager", fullgraph=True)
+
+        def call(*args, **kwargs):
+            called.add(block.__name__)
+            return compiled(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", recording)
+    torch._dynamo.reset()
+    module, teacher = small_module(modulated=False), small_module(modulated=False)
+    config = ObjectiveConfig(
+        distill=DistillConfig(weight=0.5, rows=compared), trajectory=TrajectoryConfig()
+    )
+    objective = Objective(module, config, teacher=Teacher(teacher.model, num_loops=1))
+    loops, batch = torch.tensor([4, 3, 2, 1] * 2), small_batch()
+    short = ShortRows(torch.tensor([0, 1, 4, 5]), torch.tensor([2, 1, 3, 2]), None, 0)
+    compiler, results = BlockCompiler(module), []
+    for context in (nullcontext(), compiler.active()):
+        module.zero_grad()
+        with context:
+            terms = objective(batch, RowPlan(loops, 0, short))
+            objective.share(terms, step_targets=80, step_positions=96).backward()
+        results.append((terms, [p.grad.clone() for p in module.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    heads = {"read_out", "read_out_compared", "distance"}
+    assert called == {"prelude", "loop", "coda"} | heads
 
 
 def test_outside_the_block_the_model_is_eager_again(compiled):
