@@ -20,7 +20,8 @@ from depthdial.convert.hf_io import ExportReport, copy_licences
 from depthdial.convert.model_card import CARD_FILE, write_card
 from depthdial.convert.new_folder import new_folder
 from depthdial.convert.origin import Origin
-from depthdial.convert.tensor_files import TensorFiles
+from depthdial.convert.source_folder import check_specs
+from depthdial.convert.tensor_files import TensorFiles, TensorSpec
 from depthdial.convert.text_files import dump_json
 from depthdial.convert.tokens import export_tokens
 from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
@@ -70,6 +71,8 @@ def export_hf(
     folder, destination = Path(folder), Path(destination)
     config = read_config(folder)
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
+    check_specs(config, {name: TensorSpec(e.dtype, e.shape) for name, e in stored.entries.items()})
+    stored.check_all()
     with new_folder(destination, overwrite=overwrite, apart_from=folder) as place:
         shutil.copyfile(folder / WEIGHTS_FILE, place / WEIGHTS_FILE)
         values = config.to_dict() | {"auto_map": AUTO_MAP}

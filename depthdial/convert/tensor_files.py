@@ -75,6 +75,11 @@ class TensorFiles:
         check_numbers(name, tensor, path)
         return tensor
 
+    def check_all(self) -> None:
+        """Read every tensor once. Raises: as `get`."""
+        for name in self.entries:
+            self.get(name)
+
     def shape_only(self, name: str) -> Tensor:
         """Shape and dtype of one tensor, without its data."""
         entry = self.entries[name]

@@ -205,6 +205,24 @@ def test_a_model_without_tokenizer_is_exported_too(tmp_path):
     assert set(report.files) == {path.name for path in (tmp_path / "exported").iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (torch.full((32,), float("nan")), "'final_norm.weight' has nan at place 0 of 32"),
+        (torch.ones(31), "'final_norm.weight' has shape .31., the config asks for shape .32."),
+    ],
+)
+def test_a_damaged_model_is_refused_by_the_tensors_name(tmp_path, value, match):
+    """NaN was copied into the export."""
+    save_model(toy_model(), tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = {name: t.clone() for name, t in safetensors.torch.load_file(weights).items()}
+    safetensors.torch.save_file(tensors | {"final_norm.weight": value}, weights)
+    with pytest.raises(ValueError, match=match):
+        export_hf(tmp_path / "model", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 def test_a_taken_destination_is_left_alone(source, exported):
     with pytest.raises(ValueError, match="exists and is not empty"):
         export_hf(source, exported)
