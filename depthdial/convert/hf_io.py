@@ -18,11 +18,11 @@ from torch import Tensor
 
 from depthdial.config import ModelConfig
 from depthdial.convert.gguf_io import GgufFile
-from depthdial.convert.hf_maps import Buffer, Get, TensorRule, family_named, rules_to_export
+from depthdial.convert.hf_maps import Buffer, Copy, Get, TensorRule, family_named, rules_to_export
 from depthdial.convert.hub import local_source
 from depthdial.convert.model_card import CARD_FILE, loading_code, write_card
 from depthdial.convert.new_folder import new_folder
-from depthdial.convert.origin import ORIGIN_TENSORS_FILE, Origin, hash_file
+from depthdial.convert.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, Origin, hash_file
 from depthdial.convert.source_folder import OpenedSource, open_source, text_folder
 from depthdial.convert.tensor_files import (
     INDEX_FILE,
@@ -224,7 +224,7 @@ def copy_licences(source: Path, destination: Path) -> None:
 
 
 def _write_ours(opened: OpenedSource, folder: Path) -> tuple[str, ...]:
-    """Write model.safetensors, and origin.safetensors for buffers that cannot be made again.
+    """Write model.safetensors, and origin.safetensors for what cannot be made again to the bit.
 
     Returns: names in origin.safetensors.
     """
@@ -234,11 +234,8 @@ def _write_ours(opened: OpenedSource, folder: Path) -> tuple[str, ...]:
         for rule in opened.rules:
             for name, tensor in rule.to_ours(get).items():
                 writer.write(name, tensor)
-            if isinstance(rule, Buffer):
-                [name] = rule.source_names
-                stored = get(name)
-                if not rule.reproduces(stored):
-                    kept[name] = stored
+            if isinstance(rule, Buffer | Copy):
+                kept |= rule.to_keep(get)
     if kept:
         _write_whole(folder / ORIGIN_TENSORS_FILE, kept)
     return tuple(kept)
@@ -260,6 +257,30 @@ def _check_all_exported(rules: Sequence[TensorRule], ours: Iterable[str], family
         )
 
 
+def _kept_tensors(
+    rules: Sequence[TensorRule], stored: TensorFiles, origin: Origin | None, folder: Path
+) -> dict[str, Tensor]:
+    """Tensors of the source that an import kept and that still belong to the model.
+
+    Raises: FileNotFoundError; ValueError if the file lacks one, or holds another one.
+    """
+    if origin is None or not origin.kept_tensors:
+        return {}
+    files = TensorFiles(folder, only=ORIGIN_TENSORS_FILE)
+    if files.entries.keys() != set(origin.kept_tensors):
+        raise ValueError(
+            f"{folder / ORIGIN_TENSORS_FILE} has the tensors {sorted(files.entries)}, but "
+            f"{ORIGIN_FILE} states {sorted(origin.kept_tensors)}. Import the checkpoint again."
+        )
+    kept = {}
+    for rule in rules:
+        if isinstance(rule, Buffer | Copy) and rule.source in files.entries:
+            tensor = files.get(rule.source)
+            if rule.still_holds(tensor, stored.get):
+                kept[rule.source] = tensor
+    return kept
+
+
 def _write_source(
     rules: Sequence[TensorRule],
     stored: TensorFiles,
@@ -268,11 +289,11 @@ def _write_source(
     folder: Path,
 ) -> dict[str, TensorSpec]:
     """Write the source's tensors, in the files of the origin if there is one."""
-    kept = TensorFiles(folder, only=ORIGIN_TENSORS_FILE) if origin and origin.kept_tensors else None
+    kept = _kept_tensors(rules, stored, origin, folder)
 
     def tensors_of(rule: TensorRule, get: Get) -> dict[str, Tensor]:
-        if kept is not None and kept.entries.keys() >= set(rule.source_names):
-            return {name: kept.get(name) for name in rule.source_names}
+        if kept.keys() >= set(rule.source_names):
+            return {name: kept[name] for name in rule.source_names}
         return rule.to_source(get)
 
     specs = {

@@ -183,7 +183,9 @@ class Copy:
         return ()
 
     def to_ours(self, get: Get) -> dict[str, Tensor]:
-        if not torch.equal(get(self.source), get(self.same_as)):
+        repeated = get(self.source)
+        _check_floating(self.source, repeated)
+        if not _same_values(repeated, get(self.same_as)):
             raise ValueError(
                 f"tensor '{self.source}' differs from '{self.same_as}', although the source "
                 "config says that they are tied; one of the two is damaged."
@@ -192,6 +194,15 @@ class Copy:
 
     def to_source(self, get: Get) -> dict[str, Tensor]:
         return {self.source: get(self.ours)}
+
+    def to_keep(self, get: Get) -> dict[str, Tensor]:
+        """What export would not write again to the bit: a copy in another number format."""
+        repeated = get(self.source)
+        return {self.source: repeated} if repeated.dtype != get(self.same_as).dtype else {}
+
+    def still_holds(self, kept: Tensor, get: Get) -> bool:
+        """Whether a kept copy still repeats our tensor, which may have been trained since."""
+        return _same_values(kept, get(self.ours))
 
 
 @dataclass(frozen=True)
@@ -219,6 +230,7 @@ class Buffer:
     def to_ours(self, get: Get) -> dict[str, Tensor]:
         stored = get(self.source)
         _check_shape(self.source, stored, self.shape)
+        _check_floating(self.source, stored)
         made = self.make()
         # A 16-bit table is off by half a unit in the last place, relative to its largest value.
         rounding = torch.finfo(stored.dtype).eps * made.abs().max().item()
@@ -233,10 +245,16 @@ class Buffer:
     def to_source(self, get: Get) -> dict[str, Tensor]:
         return {self.source: self.make()}
 
-    def reproduces(self, stored: Tensor) -> bool:
-        """Export would write the very same bytes; where not, the import must keep the tensor."""
-        made = self.make()
-        return made.dtype == stored.dtype and torch.equal(made, stored)
+    def to_keep(self, get: Get) -> dict[str, Tensor]:
+        """What export would not write again to the bit: a table made by another library."""
+        stored, made = get(self.source), self.make()
+        is_made_again = made.dtype == stored.dtype and torch.equal(made, stored)
+        return {} if is_made_again else {self.source: stored}
+
+    def still_holds(self, kept: Tensor, get: Get) -> bool:
+        """True. Raises: ValueError for a kept table that is another one."""
+        self.to_ours({self.source: kept}.__getitem__)
+        return True
 
 
 def select_rules(rules: Sequence[TensorRule], stored: Iterable[str]) -> list[TensorRule]:
@@ -284,6 +302,19 @@ def rules_to_export(rules: Sequence[TensorRule], origin: Iterable[str] | None) -
 def _nearest(name: str, known: Iterable[str]) -> str:
     hint = nearest_name(name, list(known))
     return hint if hint.startswith(" Did") else ""
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape and values, whatever their formats: a narrow number is a wide one, too."""
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"tensor '{name}' is {tensor.dtype}; expected are floating-point numbers. The "
+            "checkpoint is damaged, or of another family."
+        )
 
 
 def _check_rows(name: str, tensor: Tensor, rows: int) -> None:

@@ -21,6 +21,10 @@ from depthdial.config_text import load_json
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the format allows."""
+MAX_VALUES = 2**60
+"""Far beyond what any memory holds; torch counts bytes in 63 bits."""
+MAX_DIMENSIONS = 64
+"""Most dimensions that torch computes with."""
 METADATA_KEY = "__metadata__"
 
 TORCH_DTYPES = {
@@ -118,6 +122,10 @@ def _entry(path: Path, name: str, value: Any, *, data_start: int) -> TensorEntry
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(x) is int and x >= 0 for x in numbers):
             raise _damaged(path, f"tensor '{name}' has {what} {numbers!r}, not a list of sizes")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _damaged(
+            path, f"tensor '{name}' has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}"
+        )
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _damaged(path, f"tensor '{name}' has data_offsets {offsets}, not a beginning and end")
     # Python's integers do not overflow: a product beyond 64 bits is compared as it is.
@@ -128,6 +136,9 @@ def _entry(path: Path, name: str, value: Any, *, data_start: int) -> TensorEntry
             f"tensor '{name}' of shape {shape} in {dtype} needs {wanted:,} bytes, its place has "
             f"{offsets[1] - offsets[0]:,}",
         )
+    # An empty tensor has no bytes that contradict its other sizes, yet torch multiplies them.
+    if math.prod(size for size in shape if size) >= MAX_VALUES:
+        raise _damaged(path, f"tensor '{name}' has a shape that no memory holds: {shape}")
     start, end = (data_start + offset for offset in offsets)
     return TensorEntry(TORCH_DTYPES[dtype], tuple(shape), start, end)
 

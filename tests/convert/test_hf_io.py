@@ -101,6 +101,29 @@ def test_a_tied_head_is_stored_once_and_written_again_as_it_came(tmp_path):
     assert "lm_head.weight" in tensors_of(tmp_path / "x")
 
 
+@pytest.mark.parametrize(("body", "head"), [("bfloat16", "float32"), ("float32", "float64")])
+def test_a_tied_head_in_another_format_is_accepted_and_comes_back(tmp_path, body, head):
+    source = copy_golden("llama", tmp_path / "source")
+    tensors = {name: t.to(getattr(torch, body)) for name, t in tensors_of(source).items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(getattr(torch, head))
+    safetensors.torch.save_file(tensors, source / WEIGHTS)
+    import_checkpoint(source, tmp_path / "a")
+    export_checkpoint(tmp_path / "a", tmp_path / "x", family="llama")
+    assert_same_tensors(tensors_of(tmp_path / "x"), tensors)
+
+
+def test_a_kept_head_that_training_left_behind_is_not_exported(tmp_path):
+    source = copy_golden("llama", tmp_path / "source")
+    embedding = tensors_of(source)["model.embed_tokens.weight"]
+    edit_tensors(source, lm_head__weight=embedding.double())
+    import_checkpoint(source, tmp_path / "a")
+    model = load_model(tmp_path / "a")
+    model.embedding.weight.data = model.embedding.weight * 2
+    save_model(model, tmp_path / "a")
+    export_checkpoint(tmp_path / "a", tmp_path / "x", family="llama")
+    assert torch.equal(tensors_of(tmp_path / "x")["lm_head.weight"], 2 * embedding)
+
+
 def test_a_buffer_that_cannot_be_made_again_is_kept(tmp_path):
     source = copy_golden("huginn", tmp_path / "source")
     stored = tensors_of(source)["freqs_cis"] * (1 + 1e-6)

@@ -92,6 +92,24 @@ HEADERS = {
         None,
         "needs",
     ),
+    "an empty tensor of absurd size": (
+        {"a": entry(0, 0, shape=(0, 2**70))},
+        b"",
+        None,
+        r"no memory holds: \[0, 1180591620717411",
+    ),
+    "an empty tensor of absurd sizes": (
+        {"a": entry(0, 0, shape=(0, 2**62, 2**62))},
+        b"",
+        None,
+        "a shape that no memory holds",
+    ),
+    "dimensions without end": (
+        {"a": entry(0, 4, shape=(1,) * 100_000)},
+        b"\0" * 4,
+        None,
+        "has 100,000 dimensions, more",
+    ),
     "a shape of other size": ({"a": entry(0, 8, shape=(3,))}, b"\0" * 8, None, "needs 12 bytes"),
     "an end before the beginning": ({"a": entry(8, 0)}, b"\0" * 8, None, "not a beginning and end"),
     "three offsets": (
@@ -234,6 +252,18 @@ def test_a_missing_tensor_is_refused_by_name(source):
 def test_a_tied_head_that_differs_is_refused(source):
     edit_tensors(source, lm_head__weight=torch.ones(96, 32))
     refused(source, "'lm_head.weight' differs from 'model.embed_tokens.weight'")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_a_buffer_that_is_no_number_of_floating_point_is_refused_by_name(source, dtype):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(source, **{name: torch.ones(4, dtype=dtype)})
+    refused(source, f"tensor '{name}' is {dtype}; expected are floating-point numbers")
+
+
+def test_a_tied_head_of_integers_is_refused_by_name(source):
+    edit_tensors(source, lm_head__weight=torch.ones(96, 32, dtype=torch.int64))
+    refused(source, "tensor 'lm_head.weight' is torch.int64; expected are floating-point numbers")
 
 
 def test_integer_weights_are_refused(source):

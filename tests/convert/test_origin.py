@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from goldens import GOLDEN
-from published import add_tokenizer, copy_golden, edit_json, hashes
+from published import WEIGHTS, add_tokenizer, copy_golden, edit_json, edit_tensors, hashes
 
 from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
-from depthdial.convert.origin import ORIGIN_FILE, Origin
+from depthdial.convert.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, Origin
 from depthdial.convert.tensor_files import TensorFiles
 
 
@@ -99,6 +101,42 @@ def test_a_field_of_another_kind_is_refused_by_name(imported, key, value):
     edit_json(imported / ORIGIN_FILE, **{key: value})
     with pytest.raises(ValueError, match=f"origin.json has {key}="):
         Origin.load(imported)
+
+
+@pytest.fixture
+def with_buffer(tmp_path):
+    """An import that kept a table which cannot be made again to the bit."""
+    source = copy_golden("huginn", tmp_path / "source")
+    stored = safetensors.torch.load_file(source / WEIGHTS)["freqs_cis"]
+    edit_tensors(source, freqs_cis=stored * (1 + 1e-6))
+    import_checkpoint(source, tmp_path / "a")
+    return tmp_path / "a"
+
+
+def test_kept_tensors_that_are_not_there_are_refused(with_buffer):
+    safetensors.torch.save_file({"other": torch.ones(2)}, with_buffer / ORIGIN_TENSORS_FILE)
+    with pytest.raises(ValueError, match=r"origin.safetensors has the tensors \['other'\], but"):
+        export_checkpoint(with_buffer, with_buffer.parent / "x", family="huginn")
+
+
+def test_a_kept_table_that_is_another_one_is_refused(with_buffer):
+    stored = safetensors.torch.load_file(with_buffer / ORIGIN_TENSORS_FILE)["freqs_cis"]
+    changed = {"freqs_cis": stored + 1}
+    safetensors.torch.save_file(changed, with_buffer / ORIGIN_TENSORS_FILE)
+    with pytest.raises(ValueError, match="'freqs_cis' differs by 1 from"):
+        export_checkpoint(with_buffer, with_buffer.parent / "x", family="huginn")
+
+
+def test_a_kept_tensor_never_takes_the_place_of_a_weight(with_buffer):
+    """Whatever lay in origin.safetensors was exported under its name."""
+    name = "transformer.ln_f.weight"
+    kept = safetensors.torch.load_file(with_buffer / ORIGIN_TENSORS_FILE)
+    edit_json(with_buffer / ORIGIN_FILE, kept_tensors=["freqs_cis", name])
+    planted = {name: torch.zeros(64), "freqs_cis": kept["freqs_cis"].clone()}
+    safetensors.torch.save_file(planted, with_buffer / ORIGIN_TENSORS_FILE)
+    export_checkpoint(with_buffer, with_buffer.parent / "x", family="huginn")
+    exported = safetensors.torch.load_file(with_buffer.parent / "x" / WEIGHTS)
+    assert exported[name].any()
 
 
 def test_a_missing_field_is_refused(imported):
