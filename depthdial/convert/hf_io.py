@@ -117,7 +117,8 @@ def import_checkpoint(
     opened = open_source(path, family=family, dtype=dtype)
     config, files = opened.config, opened.files
     is_gguf = isinstance(files, GgufFile)
-    with new_folder(destination, overwrite=overwrite, apart_from=opened.folder) as folder:
+    read = path if path.is_file() else opened.folder
+    with new_folder(destination, overwrite=overwrite, apart_from=read) as folder:
         tokens = _import_text(opened, folder)
         kept = _write_ours(opened, folder)
         (folder / CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")

@@ -23,7 +23,8 @@ def new_folder(
 
     Args:
         overwrite: replace a model folder that is there; anything else is never replaced.
-        apart_from: a folder that must stay as it is; `destination` may not lie in it.
+        apart_from: a file or folder that must stay as it is; `destination` may neither hold it
+            nor lie in it.
 
     Raises: ValueError if the destination is taken, or lies where it must not.
     """
@@ -69,8 +70,13 @@ def _check_destination(destination: Path, *, overwrite: bool, apart_from: Path |
             "when it is complete. Give the name of a new one."
         )
     if apart_from is not None:
-        source, wanted = apart_from.resolve(), destination.resolve()
-        if wanted.is_relative_to(source) or source.is_relative_to(wanted):
+        wanted = destination.resolve()
+        # A link is kept as it is, too, wherever it leads.
+        link = apart_from.parent.resolve() / apart_from.name
+        if any(
+            wanted.is_relative_to(source) or source.is_relative_to(wanted)
+            for source in (apart_from.resolve(), link)
+        ):
             raise ValueError(
                 f"the destination {destination} and {apart_from} lie in one another; what is read "
                 "is never changed. Give another destination."

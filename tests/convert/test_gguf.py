@@ -121,6 +121,30 @@ def test_the_folder_of_a_gguf_file_is_taken_too(source, tmp_path):
     assert import_checkpoint(source.parent, tmp_path / "a").family == "llama"
 
 
+def test_a_model_folder_beside_the_file_is_no_conflict(source, tmp_path, monkeypatch):
+    """The folder of the file counted as what is read, so the current one was refused."""
+    write_gguf(source)
+    monkeypatch.chdir(source.parent)
+    import_checkpoint(source.name, "models/dense")
+    assert (source.parent / "models" / "dense" / WEIGHTS).is_file()
+    import_checkpoint(source.name, "models/dense", overwrite=True)
+    assert source.is_file()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_inside_the_destination_is_not_deleted_with_it(source, tmp_path, is_link):
+    import_checkpoint(write_gguf(source), tmp_path / "a")
+    inside = tmp_path / "a" / "inside.gguf"
+    if is_link:
+        inside.symlink_to(source)
+    else:
+        source.rename(inside)
+    before = hashes(tmp_path)
+    with pytest.raises(ValueError, match="inside.gguf lie in one another"):
+        import_checkpoint(inside, tmp_path / "a", overwrite=True)
+    assert hashes(tmp_path) == before and inside.is_symlink() == is_link
+
+
 def test_quantised_tensors_come_as_the_formats_own_reader_gives_them(source, tmp_path, monkeypatch):
     monkeypatch.setattr("depthdial.convert.gguf_io.CHUNK_VALUES", 64)
     write_gguf(source, quantise=gguf.GGMLQuantizationType.Q8_0)
