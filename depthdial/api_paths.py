@@ -6,13 +6,10 @@ What a model or run is used for is in `api.py`.
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 
 from depthdial.config import Recipe
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-HUB_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+from depthdial.convert.hub import HUB_ID, fetch
 
 
 def run_recipe(path: str | Path) -> Recipe | None:
@@ -81,14 +78,4 @@ def _from_hub(name: str) -> Path:
             + (f" Did you mean '{parent / close[0]}'?" if close else "")
             + " Give a run folder, a checkpoint, a model directory, or a hub id org/name."
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (OSError, HFValidationError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise FileNotFoundError(
-            f"no folder at {name}, and as a hub id it cannot be fetched ({reason}). Check the name "
-            "and the connection, or give the path of a model directory."
-        ) from error
+    return fetch(name)

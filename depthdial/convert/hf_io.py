@@ -33,13 +33,11 @@ from depthdial.convert.tensor_files import (
     total_bytes,
     write_index,
 )
-from depthdial.convert.text_files import dump_json
+from depthdial.convert.text_files import LICENCE_PATTERNS, dump_json
 from depthdial.convert.token_files import carried_files
 from depthdial.convert.tokens import TokenReport, export_tokens, import_tokens
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
 from depthdial.model.count import count_parameters
-
-LICENCE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from depthdial.convert.text_files import LICENCE_PATTERNS
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_PATTERNS = [
     "*.safetensors",
     "*.json",
     "*.jinja",
     "*.txt",
-    "tokenizer.model",
-    "LICENSE*",
-    "NOTICE*",
+    "*.model",
+    "*.tiktoken",
+    *LICENCE_PATTERNS,
 ]
-"""What is fetched: never code, never pickles."""
+"""What is fetched, of published checkpoints as of our own: never code, never pickles."""
 
 
 def local_source(source: str | Path) -> Path:
@@ -32,14 +34,38 @@ def local_source(source: str | Path) -> Path:
             f"there is nothing at {name}. Give the folder of a published checkpoint, a .gguf file, "
             "or a hub id org/name."
         )
+    return fetch(name)
+
+
+def fetch(name: str) -> Path:
+    """The local copy of what the hub has under an id.
+
+    Raises: FileNotFoundError saying why there is none.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     except (OSError, HFValidationError) as error:
-        reason = str(error).strip().partition("\n")[0]
         raise FileNotFoundError(
-            f"there is no folder {name}, and as a hub id it cannot be fetched ({reason}). Check "
-            "the name and the connection, or give the path of the checkpoint."
+            f"there is no folder {name}, and as a hub id it cannot be fetched ({_reason(error)}). "
+            "Check the name and the connection, or give the path of a model or checkpoint."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why a download failed; the library's own words are about its settings."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the hub cannot be reached, and no earlier download is kept here"
+    if isinstance(error, GatedRepoError):
+        return "its owner gives it only to those who asked for access"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has nothing of that name, or keeps it private"
+    return str(error).strip().partition("\n")[0]

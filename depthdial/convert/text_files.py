@@ -11,6 +11,8 @@ from typing import Any
 
 from depthdial.config_text import load_json
 
+LICENCE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+"""Texts that whoever passes weights on must pass on too."""
 MAX_JSON_BYTES = 64 * 2**20
 """Largest JSON file: an index of a million tensors has as much."""
 MAX_CONFIG_BYTES = 4 * 2**20
