@@ -85,5 +85,5 @@ def anchor(state_BTD: Tensor, first_candidate_BTD: Tensor | None, weight: Tensor
     assert first_candidate_BTD is not None
     # fp32: a bf16 weight moves in steps of half a percent.
     wide = wide_dtype(state_BTD.dtype)
-    weight = weight.to(state_BTD.device, wide)
+    weight = weight.to(wide)
     return torch.lerp(state_BTD.to(wide), first_candidate_BTD.to(wide), weight).to(state_BTD.dtype)

@@ -215,7 +215,12 @@ class LoopedLM(nn.Module):
             document_ids_BT=document_ids_BT,
         )
         binding = SlotBinding(cache, call, self.num_slots)
-        x_BTD = self.embed(tokens_BT, positions_BT=ctx.positions_BT)
+        longest = tokens_BT.shape[1] if call is None else call.place.num_source_tokens
+        x_BTD = self.embed(
+            tokens_BT,
+            positions_BT=ctx.positions_BT,
+            most_positions=longest if positions_BT is None else None,
+        )
         h_in_BTD = self.prelude(x_BTD, slots=binding.slots("prelude"), ctx=ctx)
         if initial_state_BTD is None:
             initial_state_BTD = initial_state(h_in_BTD, ctx.positions_BT, self.config.loop)
@@ -246,9 +251,17 @@ class LoopedLM(nn.Module):
             cache.advance(call)
         return x_BTD
 
-    def embed(self, tokens_BT: Tensor, *, positions_BT: Tensor | None = None) -> Tensor:
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        most_positions: int | None = None,
+    ) -> Tensor:
         """Token embeddings [B, T, D], scaled, with learned positions added where there are any.
 
+        Args: most_positions: the positions are known to be below it; None where only they tell,
+            which waits for their device.
         Raises: ValueError for a position beyond max_context, where positions are learned.
         """
         x_BTD = self.embedding(tokens_BT)
@@ -257,10 +270,12 @@ class LoopedLM(nn.Module):
         if self.position_embedding is None:
             return x_BTD
         assert positions_BT is not None, "a model with learned positions is given them"
-        if int(positions_BT.max()) >= self.config.max_context:
+        limit = self.config.max_context
+        is_known = most_positions is not None and most_positions <= limit
+        if not is_known and int(positions_BT.max()) >= limit:
             raise ValueError(
                 f"position {int(positions_BT.max())} has no learned vector; this model reads at "
-                f"most max_context={self.config.max_context} tokens."
+                f"most max_context={limit} tokens."
             )
         return x_BTD + self.position_embedding(positions_BT)
 
@@ -336,7 +351,8 @@ class LoopedLM(nn.Module):
         self, loop_idx: int, num_loops: NumLoops, step_sizes: Tensor | None = None
     ) -> LoopModulation:
         """Conditioning of one pass, this loop's stored differences included."""
-        mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes)
+        device = self.embedding.weight.device
+        mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes, device=device)
         if self.visit_deltas is None:
             return mod
         return mod._replace(sublayers=self.visit_deltas.for_loop(loop_idx, mod.sublayers))

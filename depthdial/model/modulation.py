@@ -93,17 +93,24 @@ class LoopConditioning(nn.Module):
         self._table: dict[tuple[int | None, int], LoopModulation] | None = None
 
     def for_loop(
-        self, loop_idx: int, num_loops: NumLoops, step_sizes: Tensor | None = None
+        self,
+        loop_idx: int,
+        num_loops: NumLoops,
+        step_sizes: Tensor | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> LoopModulation:
         """Conditioning of pass `loop_idx` for rows that run `num_loops` loops.
 
-        Args: step_sizes: [1 or B, loops]; None for equal steps. Only conditioning on time reads it.
+        Args:
+            step_sizes: [1 or B, loops]; None for equal steps. Only conditioning on time reads it.
+            device: of the result where no weights tell it; None for the CPU.
         """
-        return self._for_rows(loop_idx, num_loops, step_sizes)
+        return self._for_rows(loop_idx, num_loops, step_sizes, device)
 
     def for_coda(self, num_loops: NumLoops) -> tuple[SublayerModulation, ...] | None:
         """Conditioning of the coda."""
-        return self._for_rows(None, num_loops, None).sublayers
+        return self._for_rows(None, num_loops, None, None).sublayers
 
     @contextmanager
     def tabulated(self) -> Iterator[None]:
@@ -118,44 +125,57 @@ class LoopConditioning(nn.Module):
             self._table = outer
 
     def _for_rows(
-        self, loop_idx: int | None, num_loops: NumLoops, step_sizes: Tensor | None
+        self,
+        loop_idx: int | None,
+        num_loops: NumLoops,
+        step_sizes: Tensor | None,
+        device: torch.device | None,
     ) -> LoopModulation:
         """loop_idx None: the coda. One entry per distinct loop count, spread over the rows."""
         if isinstance(num_loops, int):
-            return self._entries(loop_idx, (num_loops,))
+            return self._entries(loop_idx, (num_loops,), device)
         distinct, row_entry = torch.unique(num_loops, return_inverse=True)
-        entries = self._entries(loop_idx, tuple(distinct.tolist()))
+        entries = self._entries(loop_idx, tuple(distinct.tolist()), device)
         return spread_rows(entries, row_entry)
 
-    def _entries(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
+    def _entries(
+        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
+    ) -> LoopModulation:
         if self._table is None:
-            return self._compute(loop_idx, budgets)
+            return self._compute(loop_idx, budgets, device)
         missing = tuple(k for k in budgets if (loop_idx, k) not in self._table)
         if missing:
             with torch.no_grad():
                 for k in missing:
-                    self._table[loop_idx, k] = self._compute(loop_idx, (k,))
+                    self._table[loop_idx, k] = self._compute(loop_idx, (k,), device)
         if len(budgets) == 1:
             return self._table[loop_idx, budgets[0]]
         rows = [self._table[loop_idx, k] for k in budgets]
         return tree_map(_concatenate, rows[0], *rows[1:])
 
-    def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
-        """One row per budget, [U, 1, .]."""
+    def _compute(
+        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
+    ) -> LoopModulation:
+        """One row per budget, [U, 1, .]; device: of the result where no weights tell it."""
         if loop_idx is None:
             return LoopModulation(None, None, UpdateModulation(None, None))
-        return LoopModulation(None, None, self._fixed(loop_idx, budgets))
+        return LoopModulation(None, None, self._fixed(loop_idx, budgets, device))
 
     def _fixed(
-        self, loop_idx: int, budgets: tuple[int, ...], exit_gain: Tensor | None = None
+        self,
+        loop_idx: int,
+        budgets: tuple[int, ...],
+        device: torch.device | None,
+        exit_gain: Tensor | None = None,
     ) -> UpdateModulation:
         """What the config and the loop count fix about the update."""
-        bypass = torch.tensor(float(loop_idx == 0)) if self.bypass_first else None
-        share = torch.tensor([1 / k for k in budgets])[:, None, None] if self.has_share else None
-        anchor = None
+        bypass = share = anchor = None
+        if self.bypass_first:
+            bypass = torch.full((), float(loop_idx == 0), device=device)
+        if self.has_share:
+            share = _column([1 / k for k in budgets], device)
         if self.anchor is not None:
-            is_last = [float(loop_idx == k - 1) for k in budgets]
-            anchor = self.anchor * torch.tensor(is_last)[:, None, None]
+            anchor = _column([self.anchor * (loop_idx == k - 1) for k in budgets], device)
         return UpdateModulation(exit_gain, bypass, share, anchor)
 
 
@@ -203,13 +223,16 @@ class ELRModulation(LoopConditioning):
         )
         exit_gain = (1 - normed) + self.exit(condition_UC)[:, None]
         sublayers = tuple(sublayer(condition_UC) for sublayer in self.core)
-        return LoopModulation(sublayers, entry, self._fixed(loop_idx, budgets, exit_gain))
+        update = self._fixed(loop_idx, budgets, condition_UC.device, exit_gain)
+        return LoopModulation(sublayers, entry, update)
 
     def coda_from_condition(self, condition_UC: Tensor) -> tuple[SublayerModulation, ...]:
         """Heads of the coda's sublayers applied to condition vectors, one row each."""
         return tuple(sublayer(condition_UC) for sublayer in self.coda)
 
-    def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
+    def _compute(
+        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
+    ) -> LoopModulation:
         device = self.mlp_in.weight.device
         # fp32 under autocast: a handful of vectors, and progress must not be rounded to 8 bits.
         with torch.autocast(device.type, enabled=False):
@@ -261,10 +284,14 @@ class TimeModulation(LoopConditioning):
         return time_UD + self.step_out(F.silu(self.step_in(step_UE)))
 
     def _for_rows(
-        self, loop_idx: int | None, num_loops: NumLoops, step_sizes: Tensor | None
+        self,
+        loop_idx: int | None,
+        num_loops: NumLoops,
+        step_sizes: Tensor | None,
+        device: torch.device | None,
     ) -> LoopModulation:
         if loop_idx is None or step_sizes is None:
-            return super()._for_rows(loop_idx, num_loops, None)
+            return super()._for_rows(loop_idx, num_loops, None, device)
         rows = len(step_sizes)
         budgets = (num_loops,) * rows if isinstance(num_loops, int) else tuple(num_loops.tolist())
         # Summed in float64: a sum of many float32 steps of 1/L misses the grid that was trained.
@@ -272,9 +299,11 @@ class TimeModulation(LoopConditioning):
         start_U = steps[:, :loop_idx].sum(dim=1)
         return self._at(start_U, steps[:, loop_idx], loop_idx, budgets)
 
-    def _compute(self, loop_idx: int | None, budgets: tuple[int, ...]) -> LoopModulation:
+    def _compute(
+        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
+    ) -> LoopModulation:
         if loop_idx is None:
-            return super()._compute(loop_idx, budgets)
+            return super()._compute(loop_idx, budgets, device)
         k = torch.tensor(budgets, dtype=torch.float64)
         return self._at(loop_idx / k, 1 / k, loop_idx, budgets)
 
@@ -286,7 +315,14 @@ class TimeModulation(LoopConditioning):
         with torch.autocast(device.type, enabled=False):
             condition_UD = self.condition(time_U.float().to(device), step_U.float().to(device))
             sublayers = tuple(sublayer(condition_UD) for sublayer in self.core)
-        return LoopModulation(sublayers, None, self._fixed(loop_idx, budgets))
+        return LoopModulation(sublayers, None, self._fixed(loop_idx, budgets, device))
+
+
+def _column(values: list[float], device: torch.device | None) -> Tensor:
+    """[U, 1, 1]; a single value is written on the device, without a copy from the CPU."""
+    if len(values) == 1:
+        return torch.full((1, 1, 1), values[0], device=device)
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 def spread_rows(modulation: LoopModulation, row_entry_B: Tensor) -> LoopModulation:

@@ -19,6 +19,10 @@ def truncated_normal(positions_BT: Tensor, width: int, *, seed: int, std: float)
 
     Equal (seed, position, channel) give equal values in any batch, chunk or cache.
     """
+    if positions_BT.device.type == "mps":
+        # That device has no float64, which the last bits need.
+        values_BTD = truncated_normal(positions_BT.cpu(), width, seed=seed, std=std)
+        return values_BTD.to(positions_BT.device)
     channels_D = torch.arange(width, device=positions_BT.device, dtype=torch.int64)
     counter = (positions_BT.to(torch.int64)[..., None] << 32) + channels_D
     bits = _mix(_mix(counter) + _mix(torch.tensor(seed + 1, device=counter.device)))

@@ -208,7 +208,7 @@ def damped(
 ) -> Tensor:
     """s_i = (1 - 1/k) s_{i-1} + r_i / k, without parameters (arXiv 2605.23872)."""
     assert mod.loop_share is not None
-    return _move(prev_BTD, candidate_BTD, mod.loop_share.to(prev_BTD.device), mod)
+    return _move(prev_BTD, candidate_BTD, mod.loop_share, mod)
 
 
 def adaptive_rate(injected_BTD: Tensor, params: GateParams) -> Tensor:

@@ -3,6 +3,8 @@
 What the published models compute is compared with their own outputs in `tests/convert`.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from depthdial.config import (
     TimeModulationConfig,
     VisitDeltaConfig,
 )
+from depthdial.model import looped_lm
 from depthdial.model.count import count_parameters
 from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
@@ -231,10 +234,32 @@ def test_steps_without_a_model_that_reads_them_are_refused():
         model_of("plain")(tokens(1, 4), num_loops=2, step_sizes=torch.tensor([0.5, 0.5]))
 
 
+@every_variant
+@pytest.mark.parametrize("num_loops", [3, torch.tensor([2, 3])], ids=["one count", "mixed"])
+def test_a_call_stays_on_its_device_and_waits_for_no_number_of_it(monkeypatch, name, num_loops):
+    """The meta device has no numbers to ask for, and takes no tensor of the CPU."""
+    monkeypatch.setattr(looped_lm, "compute_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
+    with torch.device("meta"):
+        model = LoopedLM(config_of(name))
+    x = torch.zeros(2, 6, dtype=torch.int64, device="meta")
+    cache = LoopCache(model.config, batch_size=2, capacity=8, device="meta")
+    assert model(x, num_loops=num_loops).device == x.device
+    for new in (x, x[:, :1]):
+        assert model(new, num_loops=num_loops, cache=cache).device == x.device
+
+
 def test_a_position_without_a_learned_vector_is_refused():
     model = model_of("time steps, learned positions, no gains")
     with pytest.raises(ValueError, match="position 32 has no learned vector"):
         model(tokens(1, 33), num_loops=1)
+    positions_BT = torch.tensor([[0, 32]])
+    with pytest.raises(ValueError, match="position 32 has no learned vector"):
+        model(tokens(1, 2), num_loops=1, positions_BT=positions_BT)
+    cache = LoopCache(model.config, batch_size=1, capacity=40)
+    model(tokens(1, 32), num_loops=1, cache=cache)
+    with pytest.raises(ValueError, match="position 32 has no learned vector"):
+        model(tokens(1, 1), num_loops=1, cache=cache)
 
 
 def test_zero_differences_are_the_tied_model_bit_for_bit():

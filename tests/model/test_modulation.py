@@ -212,9 +212,9 @@ def test_a_table_is_computed_once_per_pass_and_budget(monkeypatch):
     computed = []
     original = ELRModulation._compute
 
-    def counting(self, loop_idx, budgets):
+    def counting(self, loop_idx, budgets, device):
         computed.append((loop_idx, budgets))
-        return original(self, loop_idx, budgets)
+        return original(self, loop_idx, budgets, device)
 
     monkeypatch.setattr(ELRModulation, "_compute", counting)
     with modulation.tabulated():
