@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from depthdial.api_data import token_documents
-from depthdial.api_paths import check_is_run, loops_in_training, model_folder, run_recipe
+from depthdial.api_paths import check_is_run, model_folder, run_recipe
 from depthdial.api_recipes import load_recipe
 from depthdial.config import CachePolicy, ModelConfig, Recipe
 
@@ -245,8 +245,7 @@ def sweep(
         stride: new tokens per window after a document's first; None for no overlap. Text only.
         rows_per_forward: rows computed at once; changes memory, not results.
         precision: of the matrix products.
-        trained_loops: loop counts that training ran; None for those of the run if `model` is the
-            path of one, else 1 .. max_loops.
+        trained_loops: loop counts that training ran; None for those of the model's config.
 
     Raises: ValueError or FileNotFoundError, also for text without any token, for a folder
         prepared with another tokenizer, and for an option that has no effect on the data.
@@ -261,7 +260,6 @@ def sweep(
         folder = model_folder(model)
         recipe = run_recipe(folder)
         trained_context = None if recipe is None else recipe.data.context
-        trained_loops = loops_in_training(folder) if trained_loops is None else trained_loops
         model = load(folder)
     loops = default_loops(model.config.max_loops) if loops is None else loops
     if isinstance(data, PointerPrograms | PointerChains):

@@ -21,17 +21,6 @@ def run_recipe(path: str | Path) -> Recipe | None:
     return None
 
 
-def loops_in_training(checkpoint: str | Path) -> tuple[int, ...] | None:
-    """Loop counts that a run's training had run at a checkpoint of it; None outside a run."""
-    from depthdial.studies.finished_run import trained_loops
-    from depthdial.train.run_dir import CHECKPOINT_NAME
-
-    recipe, match = run_recipe(checkpoint), CHECKPOINT_NAME.fullmatch(Path(checkpoint).name)
-    if recipe is None or match is None:
-        return None
-    return trained_loops(recipe, finished_steps=int(match[1]))
-
-
 def model_folder(path_or_id: str | Path) -> Path:
     """The model directory that a path or hub id stands for; see `load`."""
     from depthdial.train.run_dir import CHECKPOINT_NAME, RunDir

@@ -12,9 +12,18 @@ import jsonargparse
 
 from depthdial.cli_inspect import inspect_parser, run_inspect
 from depthdial.cli_options import Options, new_parser
-from depthdial.cli_tables import bullets, facts, remark, result_console, short_count, size
+from depthdial.cli_tables import (
+    bullets,
+    facts,
+    loop_range,
+    remark,
+    result_console,
+    short_count,
+    size,
+)
 
 if TYPE_CHECKING:
+    from depthdial.config import ModelConfig
     from depthdial.convert.hf_io import ImportReport
 
 GGUF_DTYPES = ("fp32", "bf16")
@@ -91,23 +100,16 @@ def export_parser() -> jsonargparse.ArgumentParser:
 
 def run_export(options: Options) -> int:
     """Export one model."""
-    from depthdial.api_paths import loops_in_training, model_folder
+    from depthdial.api_paths import model_folder
     from depthdial.convert.hf_export import FORMAT, export_hf
     from depthdial.convert.hf_io import export_checkpoint
 
     folder = model_folder(options.model)
-    trained = loops_in_training(folder)
     if options.family == FORMAT:
-        report = export_hf(
-            folder, options.destination, overwrite=options.overwrite, trained_loops=trained
-        )
+        report = export_hf(folder, options.destination, overwrite=options.overwrite)
     else:
         report = export_checkpoint(
-            folder,
-            options.destination,
-            family=options.family,
-            overwrite=options.overwrite,
-            trained_loops=trained,
+            folder, options.destination, family=options.family, overwrite=options.overwrite
         )
     console = result_console()
     console.print(str(report.folder), style="bold", soft_wrap=True)
@@ -131,7 +133,6 @@ COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[O
 
 def _print_import(report: ImportReport) -> None:
     config, tokens = report.config, report.tokens
-    loops = f"{config.num_loops} by default, made for 1 to {config.max_loops}"
     stops = ", ".join(map(str, tokens.stop_ids)) or "none"
     console = result_console()
     console.print(str(report.folder), style="bold", soft_wrap=True)
@@ -142,7 +143,7 @@ def _print_import(report: ImportReport) -> None:
                 ("imported from", report.family),
                 ("parameters", f"{short_count(report.num_parameters)} ({size(report.num_bytes)})"),
                 ("tensors", f"{report.num_source_tensors} read, all accounted for"),
-                ("loops", loops if config.max_loops > 1 else "1: a dense model"),
+                *_loop_rows(config),
                 ("text", "tokenizer carried over" if tokens.has_tokenizer else "token ids only"),
                 ("stop ids", stops),
                 ("chat template", tokens.template_in or "none"),
@@ -153,3 +154,12 @@ def _print_import(report: ImportReport) -> None:
         if sentences:
             console.print("", bullets(title, sentences))
     remark(f"Look at it: depthdial inspect {report.folder}")
+
+
+def _loop_rows(config: ModelConfig) -> list[tuple[str, str]]:
+    if config.max_loops == 1:
+        return [("loops", "1: a dense model")]
+    return [
+        ("loops", f"{config.num_loops} by default, made for 1 to {config.max_loops}"),
+        ("training ran", loop_range(config.trained_at)),
+    ]

@@ -16,6 +16,7 @@ from depthdial.cli_options import Options, loop_counts, new_parser
 from depthdial.cli_tables import (
     bullets,
     facts,
+    loop_range,
     remark,
     result_console,
     short_count,
@@ -62,13 +63,13 @@ def inspect_parser() -> jsonargparse.ArgumentParser:
 def run_inspect(options: Options) -> int:
     """Print the facts; 1 where the model cannot be opened here."""
     loops = None if options.num_loops is None else loop_counts(options.num_loops)
-    found, trained = _inspect(options.path)
+    found = _inspect(options.path)
     console = result_console()
     # A path may be longer than the line, and is then not cut.
     console.print(options.path, style="bold", soft_wrap=True)
     console.print(facts("", _identity(found)))
     if found.config is not None:
-        for part in _model_parts(found.config, loops, trained):
+        for part in _model_parts(found.config, loops):
             console.print("", part)
     if found.text is not None:
         console.print("", facts("Text", _text_rows(found.text)))
@@ -84,10 +85,9 @@ def run_inspect(options: Options) -> int:
     return 1 if found.problems else 0
 
 
-def _inspect(path: str) -> tuple[Inspection, Sequence[int] | None]:
-    """A run or model folder of ours, or a published checkpoint; and, of a run, the loop counts that
-    its training ran."""
-    from depthdial.api_paths import loops_in_training, model_folder
+def _inspect(path: str) -> Inspection:
+    """A run or model folder of ours, or a published checkpoint."""
+    from depthdial.api_paths import model_folder
     from depthdial.convert.hub import local_source
     from depthdial.convert.inspection import inspect_model_folder, inspect_source
 
@@ -95,8 +95,8 @@ def _inspect(path: str) -> tuple[Inspection, Sequence[int] | None]:
     if (found / "checkpoints").is_dir():
         found = model_folder(found)
     elif not _is_ours(found):
-        return inspect_source(found), None
-    return inspect_model_folder(found), loops_in_training(found)
+        return inspect_source(found)
+    return inspect_model_folder(found)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -120,17 +120,15 @@ def _identity(found: Inspection) -> list[tuple[str, str]]:
     return rows
 
 
-def _model_parts(
-    config: ModelConfig, loops: Sequence[int] | None, trained: Sequence[int] | None
-) -> list[Table]:
+def _model_parts(config: ModelConfig, loops: Sequence[int] | None) -> list[Table]:
     return [
-        facts("Structure", _structure(config, trained)),
+        facts("Structure", _structure(config)),
         _partition_table(config),
         *_cache_parts(config, loops or _shown_loops(config.max_loops)),
     ]
 
 
-def _structure(config: ModelConfig, trained: Sequence[int] | None) -> list[tuple[str, str]]:
+def _structure(config: ModelConfig) -> list[tuple[str, str]]:
     loop = config.loop
     beyond = {"refuse": "refused", "extrapolate": "allowed"}[loop.beyond_max_loops]
     loops = f"{config.num_loops} by default, made for 1 to {config.max_loops}, beyond: {beyond}"
@@ -141,8 +139,7 @@ def _structure(config: ModelConfig, trained: Sequence[int] | None) -> list[tuple
         heads += f"; letter S sees {config.sliding.window} tokens"
     rows = [
         ("loops", loops if config.max_loops > 1 else "1: a dense model"),
-        *([("trained at", f"{', '.join(map(str, trained))} loops")] if trained else []),
-        *([("between loops", _between_loops(config))] if config.max_loops > 1 else []),
+        *(_loop_rows(config) if config.max_loops > 1 else []),
         ("width", f"{config.d_model:,}; feed-forward {config.d_ff:,} ({config.ff})"),
         ("attention", heads),
         ("positions", _positions(config)),
@@ -154,6 +151,13 @@ def _structure(config: ModelConfig, trained: Sequence[int] | None) -> list[tuple
     if config.exit_gate != "none":
         rows.append(("exit gate", config.exit_gate))
     return rows
+
+
+def _loop_rows(config: ModelConfig) -> list[tuple[str, str]]:
+    return [
+        ("training ran", loop_range(config.trained_at)),
+        ("between loops", _between_loops(config)),
+    ]
 
 
 def _between_loops(config: ModelConfig) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from depthdial.cli_options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli_sweep import run_sweep, sweep_parser
-from depthdial.cli_tables import remark, result_console, short_count, table
+from depthdial.cli_tables import loop_range, remark, result_console, short_count, table
 from depthdial.config import CACHE_POLICIES, ModelConfig, check_cache_policy
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def generate_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--num-loops",
         metavar="K",
-        help="passes of the core, from 1 to what the model was trained for (the model's default); "
-        "with --compare a list such as 1,2,4 (all trained ones)",
+        help="passes of the core, from 1 to what the model is made for (the model's default); with "
+        "--compare a list such as 1,2,4 (all of these)",
     )
     parser.add_argument(
         "--compare", action="store_true", help="continue at several loop counts, one below another"
@@ -114,7 +114,7 @@ def run_generate(options: Options) -> int:
     from depthdial.api import load
 
     model = load(options.model, device=options.device)
-    _check_trained(model.config, asked or [])
+    _check_loops(model.config, asked or [])
     default = range(1, model.config.max_loops + 1) if options.compare else [model.config.num_loops]
     results = []
     for num_loops in default if asked is None else asked:
@@ -129,21 +129,22 @@ def run_generate(options: Options) -> int:
         )
         results.append((completion, time.perf_counter() - started))
     if options.compare:
-        _print_comparison(options.prompt, results)
+        _print_comparison(options.prompt, results, model.config)
     else:
         [(completion, seconds)] = results
         print(completion.text)
-        remark(f"k = {completion.num_loops}: {_spent(completion, seconds)}")
+        remark(f"{_depth(model.config, completion)}: {_spent(completion, seconds)}")
     return 0
 
 
-def _check_trained(config: ModelConfig, loops: Sequence[int]) -> None:
+def _check_loops(config: ModelConfig, loops: Sequence[int]) -> None:
     """Refuse loop counts that the model does not generate at. Raises: ValueError."""
     beyond = [k for k in loops if k > config.max_loops]
     if beyond and config.loop.beyond_max_loops == "refuse":
         raise ValueError(
-            f"--num-loops {beyond[0]}: this model was made for 1 to {config.max_loops} loops and "
-            "refuses to generate beyond. `depthdial sweep` measures what more loops do."
+            f"--num-loops {beyond[0]}: this model is made for 1 to {config.max_loops} loops "
+            f"(training ran {loop_range(config.trained_at)}) and refuses to generate beyond. "
+            "`depthdial sweep` measures what more loops do."
         )
 
 
@@ -193,14 +194,24 @@ COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[O
 }
 
 
-def _print_comparison(prompt: str, results: list[tuple[Completion, float]]) -> None:
+def _print_comparison(
+    prompt: str, results: list[tuple[Completion, float]], config: ModelConfig
+) -> None:
     """One row per loop count; the prompt once."""
     console = result_console()
     console.print(Text.assemble(("prompt  ", "dim"), prompt))
     rows = [(f"k = {c.num_loops}", c.text.strip("\n")) for c, _ in results]
     console.print(table("", ("", ""), rows, left=(0, 1)))
     for completion, seconds in results:
-        remark(f"k = {completion.num_loops}: {_spent(completion, seconds)}")
+        remark(f"{_depth(config, completion)}: {_spent(completion, seconds)}")
+
+
+def _depth(config: ModelConfig, completion: Completion) -> str:
+    """Loop count of a continuation; training may have run others only."""
+    depth, trained = f"k = {completion.num_loops}", config.trained_at
+    if completion.num_loops in trained:
+        return depth
+    return f"{depth}, outside training, which ran {loop_range(trained)}"
 
 
 def _spent(completion: Completion, seconds: float) -> str:

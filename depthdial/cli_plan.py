@@ -13,7 +13,7 @@ import jsonargparse
 import yaml
 
 from depthdial.cli_options import Options, loop_counts, new_parser, number
-from depthdial.cli_tables import flops, result_console, short_count, size, table
+from depthdial.cli_tables import flops, loop_range, result_console, short_count, size, table
 from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
 from depthdial.config_text import load_yaml
 
@@ -44,7 +44,7 @@ def plan_parser() -> jsonargparse.ArgumentParser:
         "--num-loops",
         nargs="+",
         metavar="K",
-        help="loop counts, each at least 1, e.g. 1 2 4 (all trained ones)",
+        help="loop counts, each at least 1, e.g. 1 2 4 (all that it is made for)",
     )
     parser.add_argument("--context", metavar="N", help="tokens per sequence (the model's context)")
     parser.add_argument("--batch", default="1", metavar="N", help="sequences at a time (1)")
@@ -123,7 +123,7 @@ def _described(name: str) -> tuple[ModelConfig, DepthConfig, str]:
         if not _is_recipe(path):
             return ModelConfig.from_file(path), DepthConfig(), f"model {path}"
         recipe = _complete_recipe(path, f"recipe {path}")
-        return recipe.model, recipe.depth, f"recipe {path}"
+        return _as_trained(recipe.model, path.parent), recipe.depth, f"recipe {path}"
     if name in recipe_names():
         recipe = _complete_recipe(recipe_file(name), f"recipe {name}")
         return recipe.model, recipe.depth, f"recipe {name}"
@@ -133,6 +133,16 @@ def _described(name: str) -> tuple[ModelConfig, DepthConfig, str]:
         known = [*preset_names(), *recipe_names()]
         raise ValueError(f"'{name}' is no preset, recipe or file.{nearest_name(name, known)}")
     return preset(name), DepthConfig(), f"preset {name}"
+
+
+def _as_trained(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The model of a recipe; of a run's recipe, with the loop counts that the run has trained."""
+    from depthdial.api_paths import model_folder
+
+    if not (folder / "checkpoints").is_dir():
+        return config
+    newest = ModelConfig.from_file(model_folder(folder) / "config.json")
+    return config.with_trained(newest.trained_at)
 
 
 def _complete_recipe(path: Path, source: str) -> Recipe:
@@ -168,10 +178,11 @@ def _print_plan(
     console.print(
         f"{source}\n"
         f"{short_count(parameters.total)} parameters{extra}, {size(own.weight_bytes)} in {dtype}\n"
-        f"{split} sublayers in prelude/core/coda, trained with 1..{config.max_loops} loops\n",
+        f"{split} sublayers in prelude/core/coda, {_loops_text(config)}\n",
         soft_wrap=True,
     )
-    marks = {row.num_loops: "*" if row.is_beyond_max_loops else "" for row in own.rows}
+    trained = config.trained_at
+    marks = {row.num_loops: "" if row.num_loops in trained else "*" for row in own.rows}
     compute = [
         (
             f"{row.num_loops}{marks[row.num_loops]}",
@@ -187,9 +198,23 @@ def _print_plan(
     console.print(table(title, columns, compute), "")
     console.print(_memory_table(plans, own, marks=marks, dtype=dtype))
     if any(marks.values()):
-        console.print(f"* outside training: more loops than max_loops = {config.max_loops}")
+        console.print(f"* {_mark_text(config)}")
     if own.is_beyond_max_context:
         console.print(f"longer than the context the model is meant for ({config.max_context:,})")
+
+
+def _loops_text(config: ModelConfig) -> str:
+    made_for = f"made for 1 to {config.max_loops} loops"
+    if config.trained_loops is None:
+        return made_for
+    return f"{made_for}; training ran {loop_range(config.trained_loops)}"
+
+
+def _mark_text(config: ModelConfig) -> str:
+    """What a marked loop count is."""
+    if config.trained_loops is None:
+        return f"more loops than the max_loops = {config.max_loops} that the model is made for"
+    return f"outside training, which ran {loop_range(config.trained_loops)}"
 
 
 def _memory_table(

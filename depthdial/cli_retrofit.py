@@ -14,7 +14,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from depthdial.cli_options import Options, UsageError, new_parser, number
-from depthdial.cli_tables import facts, remark, result_console, short_count, table
+from depthdial.cli_tables import facts, loop_range, remark, result_console, short_count, table
 from depthdial.config_text import load_yaml
 from depthdial.convert.methods import METHODS
 
@@ -106,6 +106,7 @@ def print_report(report: ConversionReport) -> None:
         ("layers", _layers_text(report)),
         ("parameters", f"{short_count(total)}, {_new_text(new, parts)}"),
         ("loops", _loops_text(report)),
+        ("training ran", loop_range(report.config.trained_at)),
         ("promise", _promise_text(report)),
     ]
     console.print(facts(f"{report.folder}: converted", rows))

@@ -60,7 +60,7 @@ def sweep_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--num-loops",
         metavar="LIST",
-        help="loop counts, each at least 1, e.g. 1,2,4 (all trained ones and two beyond)",
+        help="loop counts, each at least 1, e.g. 1,2,4 (all that it is made for, and two beyond)",
     )
     parser.add_argument(
         "--baseline",
@@ -132,7 +132,7 @@ def _check_target(path: Path) -> None:
 
 def _measure(options: Options) -> Measurement:
     from depthdial.api import load, sweep
-    from depthdial.api_paths import loops_in_training, model_folder
+    from depthdial.api_paths import model_folder
     from depthdial.eval.depth_sweep import default_loops
 
     loops = None if options.num_loops is None else loop_counts(options.num_loops)
@@ -156,8 +156,7 @@ def _measure(options: Options) -> Measurement:
         "precision": options.precision,
     }
     remark(f"measuring {len(loops)} loop counts ...")
-    trained = loops_in_training(folder)
-    result = sweep(model, measured_on, loops=loops, trained_loops=trained, **common)
+    result = sweep(model, measured_on, loops=loops, **common)
     baseline, baseline_loops = None, 1
     if other is not None:
         baseline_loops = other.config.num_loops

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from depthdial.cli_tables import flops, result_console, short_count, signed, table
+from depthdial.cli_tables import flops, loop_range, result_console, short_count, signed, table
 from depthdial.eval.stats import BOOTSTRAP_SEED, FEW_DOCUMENTS
 
 if TYPE_CHECKING:
@@ -107,16 +107,6 @@ def _mark(sweep: DepthSweep, num_loops: int) -> str:
     return f"{num_loops}" if sweep.is_trained(num_loops) else f"{num_loops}*"
 
 
-def _trained_words(sweep: DepthSweep) -> str:
-    """`k = 1..4`, or `k = 1, 4` where loop counts between were never trained."""
-    loops = sweep.trained_loops
-    if not loops:
-        return "nothing yet"
-    if len(loops) > 2 and loops == tuple(range(loops[0], loops[-1] + 1)):
-        return f"k = {loops[0]}..{loops[-1]}"
-    return "k = " + ", ".join(map(str, loops))
-
-
 def _print_loss(measured: Measurement) -> None:
     """Loss per loop count, and the change from the loop count before."""
     console, sweep = result_console(), measured.sweep
@@ -152,7 +142,7 @@ def _print_loss(measured: Measurement) -> None:
             soft_wrap=True,
         )
     if not all(map(sweep.is_trained, sweep.loops)):
-        console.print(f"* outside training, which ran {_trained_words(sweep)}")
+        console.print(f"* outside training, which ran {loop_range(sweep.trained_loops)}")
 
 
 def _print_cost(measured: Measurement) -> None:

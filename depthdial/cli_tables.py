@@ -54,6 +54,18 @@ def bullets(title: str, sentences: Sequence[str]) -> Table:
     return table(title, ("", ""), [("-", sentence) for sentence in sentences], left=(0, 1))
 
 
+def loop_range(loops: Sequence[int]) -> str:
+    """`k = 1, 4..8`: ascending loop counts, three and more neighbours as a range."""
+    runs: list[list[int]] = []
+    for num_loops in loops:
+        if runs and num_loops == runs[-1][-1] + 1:
+            runs[-1].append(num_loops)
+        else:
+            runs.append([num_loops])
+    words = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"k = {', '.join(words)}" if words else "nothing yet"
+
+
 def signed(value: float) -> str:
     """`+0.0123`, with a true minus sign left to reports: this text is also read by scripts."""
     return f"{value:+.4f}"

@@ -190,7 +190,7 @@ def check_model_options(config: Any) -> None:
     if config.num_loops > config.max_loops:
         raise ValueError(
             f"num_loops={config.num_loops} exceeds max_loops={config.max_loops}; the default must "
-            "be a trained depth."
+            "be a depth that the model is made for."
         )
     obstacle = policy_obstacle(config.loop.cache_policy, config)
     if obstacle is not None:
@@ -222,6 +222,19 @@ def check_model_options(config: Any) -> None:
         )
     if config.visit_deltas is not None and config.visit_deltas.norms and not config.norm_gain:
         raise ValueError("visit_deltas.norms needs norm_gain=true: there is no gain to vary.")
+
+
+def check_trained_loops(config: Any) -> None:
+    """Ascending loop counts within what the model is made for."""
+    loops = config.trained_loops
+    if loops is None:
+        return
+    if list(loops) != sorted(set(loops)) or any(k > config.max_loops for k in loops):
+        raise ValueError(
+            f"trained_loops={list(loops)} must be loop counts from 1 to max_loops="
+            f"{config.max_loops}, ascending and each once; null stands for all of them, [] for "
+            "none."
+        )
 
 
 def _check_ngpt(config: Any) -> None:

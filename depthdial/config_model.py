@@ -5,6 +5,7 @@ Rules between the fields are in `config_checks.py`, the base class in `config_ba
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -17,6 +18,7 @@ from depthdial.config_checks import (
     check_model_options,
     check_segments,
     check_sublayers,
+    check_trained_loops,
 )
 
 CachePolicy = Annotated[str, AfterValidator(check_cache_policy)]
@@ -279,7 +281,9 @@ class ModelConfig(StrictConfig):
     num_loops: PositiveInt = 1
     """Loops that tools use when a request names none."""
     max_loops: PositiveInt = 1
-    """Largest loop count seen in training."""
+    """Largest loop count that the model is made for; see loop.beyond_max_loops."""
+    trained_loops: tuple[PositiveInt, ...] | None = None
+    """Loop counts that training has run, ascending; null for every one up to max_loops."""
     loop: LoopConfig = LoopConfig()
     """State update, injection, cache policy."""
     modulation: AnyModulation | None = None
@@ -300,7 +304,20 @@ class ModelConfig(StrictConfig):
         check_segments(self)
         check_attention(self)
         check_model_options(self)
+        check_trained_loops(self)
         return self
+
+    @property
+    def trained_at(self) -> tuple[int, ...]:
+        """`trained_loops` written out."""
+        if self.trained_loops is None:
+            return tuple(range(1, self.max_loops + 1))
+        return self.trained_loops
+
+    def with_trained(self, loops: Iterable[int]) -> Self:
+        """Copy whose `trained_loops` are these, as far as max_loops; null where they are all."""
+        kept = sorted({k for k in loops if k <= self.max_loops})
+        return self.replace(trained_loops=None if len(kept) == self.max_loops else kept)
 
     @property
     def sublayers(self) -> str:

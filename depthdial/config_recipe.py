@@ -107,6 +107,11 @@ class Recipe(StrictConfig):
         _check_loops(self.model.max_loops, self.depth, self.objective)
         _check_truncation(self.model, self.depth)
         _check_init(self.train.init, self.data, self.objective.distill)
+        if self.model.trained_loops is not None:
+            raise ValueError(
+                f"model.trained_loops={list(self.model.trained_loops)} is written by training, "
+                "into its checkpoints; leave it out of a recipe."
+            )
         return self
 
 
@@ -136,6 +141,8 @@ def _model_values(folder: str) -> dict[str, Any]:
             "wrote."
         )
     values = read_mapping(path)
+    # What was trained stays with the weights; a recipe says what is to be done.
+    values.pop("trained_loops", None)
     if "model_type" not in values:
         raise ValueError(
             f"{path} is not the config of a model (it has no model_type). Of a run, give a folder "

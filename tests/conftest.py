@@ -160,7 +160,7 @@ def byte_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         d_ff=32, max_context=48, num_loops=2, max_loops=3, tie_embeddings=True,
         loop=LoopConfig(update="adaptive_delta"),
     )  # fmt: skip
-    save_model(LoopedLM(config, seed=0), folder)
+    save_model(LoopedLM(config, seed=0), folder, trained_loops=())
     train_bpe(TEXTS, 257).save(folder)
     return folder
 

@@ -278,20 +278,24 @@ class TestSweep:
     ) -> None:
         sweep = depthdial.sweep(model, tiny_texts[:2])
         assert sweep.loops == (1, 2, 3, 4, 5)
-        assert [k for k in sweep.loops if not sweep.is_trained(k)] == [4, 5]
+        assert sweep.trained_loops == model.config.trained_at
+        assert {4, 5}.isdisjoint(filter(sweep.is_trained, sweep.loops))
 
-    def test_b15_the_path_of_a_run_tells_which_loop_counts_were_trained(
+    def test_b15_a_checkpoint_tells_which_loop_counts_were_trained(
         self, tiny_folder: Path, tiny_texts: list[str], tmp_path: Path
     ) -> None:
         changes = {"depth.sampler": "fixed", "depth.fixed_loops": 3, "depth.override_frac": 0.0}
         recipe = Recipe.from_file(tiny_folder / "runs" / "tiny" / "config.json")
         changed = recipe.replace(name="fixed", **changes | {"depth.switch_frac": 0.5})
-        run = depthdial.train(changed, root=tmp_path, train__checkpoint_every=2).path
+        often = {"train__checkpoint_every": 2, "train__keep_checkpoints": 3}
+        run = depthdial.train(changed, root=tmp_path, **often).path
         texts = tiny_texts[:1]
         for path, trained in (
             (run, (1, 3)),
             (run / "checkpoints" / "step_2", (1,)),
-            (shutil.copytree(run / "checkpoints" / "step_4", tmp_path / "alone"), (1, 2, 3)),
+            (run / "checkpoints" / "step_0", ()),
+            (shutil.copytree(run / "checkpoints" / "step_4", tmp_path / "alone"), (1, 3)),
+            (depthdial.load(run), (1, 3)),
         ):
             assert depthdial.sweep(path, texts, loops=[1, 2]).trained_loops == trained
         given = depthdial.sweep(depthdial.load(run), texts, loops=[1], trained_loops=[2])
@@ -385,7 +389,7 @@ class TestRecipes:
 
     def test_a_healing_recipe_takes_the_model_that_it_starts_from(self, elastic: Path) -> None:
         recipe = load_recipe("heal-text", {"train.init": str(elastic), "model.max_loops": 5})
-        assert recipe.model == read_config(elastic).replace(max_loops=5)
+        assert recipe.model == read_config(elastic).replace(max_loops=5, trained_loops=None)
         assert (recipe.optim.optimizer, recipe.optim.lr) == ("adamw", 1e-3)
         assert recipe.depth.listed_loops == (1, 1, 2, 2, 3, 4)
         assert (recipe.train.steps, recipe.train.batch_size, recipe.data.context) == (160, 4, 128)

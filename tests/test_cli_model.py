@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from depthdial.api import load_recipe
-from depthdial.config import CACHE_POLICIES, DepthConfig
+from depthdial.config import CACHE_POLICIES, DepthConfig, ModelConfig
 from depthdial.model.presets import preset
 
 Command = Callable[..., Any]
@@ -59,7 +60,7 @@ class TestGenerate:
             ("-1", 1, "--num-loops -1: give whole numbers of at least 1.\n"),
             ("two", 2, "--num-loops needs whole numbers of at least 1, got 'two'.\n"),
             ("2.5", 2, "--num-loops needs whole numbers of at least 1, got '2.5'.\n"),
-            ("4", 1, "--num-loops 4: this model was made for 1 to 3 loops and refuses"),
+            ("4", 1, "--num-loops 4: this model is made for 1 to 3 loops (training ran k = "),
         ],
     )
     def test_a_wrong_loop_count_is_told_what_is_allowed(
@@ -161,7 +162,7 @@ class TestPlan:
         per_loop, _, _, last_step, _ = zip(*(row[1::2] for row in rows), strict=True)
         assert per_loop == ("7.50", "18.00", "25.00")
         assert set(last_step) == {"7.50"}
-        assert "* outside training: more loops than max_loops = 5" in out
+        assert "* more loops than the max_loops = 5 that the model is made for" in out
         assert "longer than the context the model is meant for (4,096)" in out
 
     def test_guessed_fields_of_a_preset_are_named(self, cli: Command) -> None:
@@ -171,6 +172,21 @@ class TestPlan:
         of_run = cli("plan", tiny_run).out
         of_model = cli("plan", tiny_run / "checkpoints" / "step_4").out
         assert of_run.splitlines()[1] == of_model.splitlines()[1]
+
+    def test_b15_loop_counts_outside_training_are_marked(
+        self, cli: Command, tiny_run: Path
+    ) -> None:
+        """A run and its checkpoint say the same; all up to max_loops once counted as trained."""
+        newest = tiny_run / "checkpoints" / "step_4"
+        trained = ModelConfig.from_file(newest / "config.json").trained_at
+        assert {1} < set(trained) < {1, 2, 3, 4}
+        for path in (tiny_run, newest):
+            out = cli("plan", path, "--num-loops", "1", "2", "3", "4").out
+            words = ", ".join(map(str, trained))
+            assert f"made for 1 to 3 loops; training ran k = {words}\n" in out
+            marked = {int(k) for k in re.findall(r"(?m)^ *(\d)\* ", out)}
+            assert marked == {1, 2, 3, 4} - set(trained)
+            assert f"* outside training, which ran k = {words}" in out
 
     @pytest.mark.parametrize(
         ("argv", "code", "message"),

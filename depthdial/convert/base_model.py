@@ -110,6 +110,17 @@ class Plan:
     why_not: str = ""
     matching: tuple[int, ...] | None = None
 
+    def trained_loops(self, base: ModelConfig) -> set[int]:
+        """Loop counts of the result that are what training of the base has run.
+
+        Where nothing is promised there are none. Where several loop counts equal one of the base,
+        only the first one counts: the others run loops that no training has run.
+        """
+        if self.promises == "none":
+            return set()
+        first = {pair.base: pair.result for pair in reversed(self.pairs)}
+        return {first.get(k, k) for k in base.trained_at}
+
 
 def block_places(config: ModelConfig) -> list[range]:
     """Physical sublayers of each block, counted from the bottom."""

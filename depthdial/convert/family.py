@@ -20,6 +20,7 @@ NOT_IN_SOURCES = {
     "loop.delta_init",
     "loop.gamma_init",
     "loop.random_state_seed",
+    "trained_loops",
 }
 """Fields of ours that a published format may leave out: they concern training, or what our own
 tools do beyond it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -61,11 +60,9 @@ def export_hf(
     destination: str | Path,
     *,
     overwrite: bool = False,
-    trained_loops: Sequence[int] | None = None,
 ) -> ExportReport:
     """Write a model folder with the code that opens it.
 
-    Args: trained_loops: loop counts that the folder's run trained, for its card; None outside one.
     Raises: FileNotFoundError; ValueError for a damaged model, or a destination that is taken.
     """
     folder, destination = Path(folder), Path(destination)
@@ -89,7 +86,6 @@ def export_hf(
             loading=LOADING.format(name=destination.name, num_loops=config.num_loops),
             limits=LIMITS,
             origin=Origin.load(folder),
-            trained_loops=trained_loops,
         )
         names = tuple(sorted(path.name for path in place.iterdir()))
     return ExportReport(

@@ -148,13 +148,11 @@ def export_checkpoint(
     *,
     family: str,
     overwrite: bool = False,
-    trained_loops: Sequence[int] | None = None,
 ) -> ExportReport:
     """Write a model folder of ours in a published format.
 
     A model that was imported from this family gets its own config, files and tokenizer back.
 
-    Args: trained_loops: loop counts that the folder's run trained, for its card; None outside one.
     Raises: FileNotFoundError; ValueError if the format cannot say what the model is, a tensor has
         no place in it, or the destination is taken.
     """
@@ -183,7 +181,6 @@ def export_checkpoint(
             loading=loading_code(family, destination.name),
             limits=known.limits(config),
             origin=origin,
-            trained_loops=trained_loops,
         )
         names = tuple(sorted(path.name for path in place.iterdir()))
     return ExportReport(

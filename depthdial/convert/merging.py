@@ -38,6 +38,7 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
         loop=LoopConfig(update="replace", unit_norm=loop.unit_norm, **kept),
         num_loops=1,
         max_loops=1,
+        trained_loops=None,
     )
     check_dense(config)
     own = ("visit_deltas.", "state_update.")

@@ -11,13 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from depthdial import __version__
 from depthdial.config import ModelConfig
-from depthdial.convert.hf_maps import map_config
 from depthdial.convert.origin import Origin
 from depthdial.model.count_parameters import count_parameters
 
@@ -43,7 +41,6 @@ def write_card(
     loading: str,
     limits: Sequence[str],
     origin: Origin | None,
-    trained_loops: Sequence[int] | None,
 ) -> None:
     """Write the card of one export.
 
@@ -51,7 +48,6 @@ def write_card(
         folder: model folder that was exported; its sweep.json gives the curve.
         format_name: of the export. loading: Python that opens it.
         limits: sentences for people. origin: of an imported model.
-        trained_loops: loop counts that its run's training ran; None outside a run.
     """
     data = ModelCardData(
         library_name="transformers",
@@ -64,7 +60,7 @@ def write_card(
         _table(("part", "value"), _facts(config)),
         "## Depth",
         _depth(config),
-        _training(config, folder, origin=origin, trained_loops=trained_loops),
+        _training(config),
         _curve(read_curve(folder)),
         "## Cache",
         f"Keys and values are kept by the policy `{config.loop.cache_policy}`"
@@ -83,30 +79,17 @@ def read_curve(folder: Path) -> list[CurvePoint]:
 
     Raises: ValueError if the file is no sweep.
     """
-    swept = _read_sweep(folder)
-    return [] if swept is None else swept.points
-
-
-class _Swept(NamedTuple):
-    """What a card says of a saved sweep: its curve, ascending, and its trained loop counts."""
-
-    points: list[CurvePoint]
-    trained_loops: list[int]
-
-
-def _read_sweep(folder: Path) -> _Swept | None:
-    """The saved sweep of a model folder; None without one. Raises: as `read_curve`."""
     path = folder / SWEEP_FILE
     if not path.is_file():
-        return None
+        return []
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        tokens, trained_loops = sum(values["tokens_N"]), list(values["trained_loops"])
+        tokens = sum(values["tokens_N"])
         points = [
-            CurvePoint(num_loops, math.fsum(nll_N) / tokens, num_loops in trained_loops)
+            CurvePoint(num_loops, math.fsum(nll_N) / tokens, num_loops in values["trained_loops"])
             for num_loops, nll_N in zip(values["loops"], values["nll_KN"], strict=True)
         ]
-        return _Swept(sorted(points, key=lambda point: point.num_loops), sorted(trained_loops))
+        return sorted(points, key=lambda point: point.num_loops)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} is no saved sweep ({error}). Write it again with `depthdial sweep --save`, or "
@@ -163,24 +146,13 @@ def _depth(config: ModelConfig) -> str:
     )
 
 
-def _training(
-    config: ModelConfig,
-    folder: Path,
-    *,
-    origin: Origin | None,
-    trained_loops: Sequence[int] | None,
-) -> str:
-    """What is known of the loop counts that training ran, and from where."""
+def _training(config: ModelConfig) -> str:
+    """Which of these loop counts training has run."""
     if config.max_loops == 1:
         return ""
-    if trained_loops is not None:
-        return f"The run that it comes from trained it at {_counts(trained_loops)} loops."
-    swept = _read_sweep(folder)
-    if swept is not None:
-        return f"The saved sweep counts {_counts(swept.trained_loops)} loops as trained."
-    if origin is not None and map_config(origin.config)[1].max_loops == config.max_loops:
-        return "That range follows from the config it was imported with."
-    return "Which of these loop counts training ran is not recorded with this model."
+    if not config.trained_at:
+        return "No training has run any of them yet."
+    return f"Training has run k = {_counts(config.trained_at)}."
 
 
 def _counts(loops: Sequence[int]) -> str:

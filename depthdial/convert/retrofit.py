@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +210,8 @@ def retrofit(
         check_dense(base.config)
         assert window is not None, f"'{method}' needs a window"
     plan = PLANS[method](parts, window, options, seed)
+    trained = plan.trained_loops(base.config)
+    plan = replace(plan, config=plan.config.with_trained(trained))
     model = with_new_modules(plan, seed=seed)
     comparisons, compared_in = _compared(base, model, plan, tokens_BT)
     check_promise(method, plan, comparisons)

@@ -224,7 +224,7 @@ def sweep_documents(
         start_id: the token every document is scored after; None: the first one is not scored.
         stride: new tokens per row after a document's first; None for `context` (no overlap).
         precision: `fp32` or `bf16` (autocast).
-        trained_loops: loop counts that training ran; None for 1..max_loops.
+        trained_loops: loop counts that training ran; None for those of the model's config.
 
     Raises: ValueError for no documents, one with nothing to score, a stride outside 1..context.
     """
@@ -323,7 +323,7 @@ def likeliest_answers(logits_BTV: Tensor, answer_ids: Tensor | None) -> Tensor:
 
 def _trained(model: LoopedLM, trained_loops: Sequence[int] | None) -> tuple[int, ...]:
     if trained_loops is None:
-        return tuple(range(1, model.config.max_loops + 1))
+        return model.config.trained_at
     return tuple(sorted(set(trained_loops)))
 
 

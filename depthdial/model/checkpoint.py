@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,23 @@ RANDOM_INITIALISERS = (
 WEIGHTS_FILE = "model.safetensors"
 
 
-def save_model(model: LoopedLM, folder: str | Path) -> None:
+def save_model(
+    model: LoopedLM, folder: str | Path, *, trained_loops: Collection[int] | None = None
+) -> None:
     """Write config.json and model.safetensors; each file replaces an old one in one step.
 
     Equal weights give equal bytes.
+    Args: trained_loops: loop counts that training has run; None for those of the model's config.
     Raises: OSError if the disk refuses; an older model in the folder is then untouched.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    config = model.config if trained_loops is None else model.config.with_trained(trained_loops)
     temporary = folder / (CONFIG_FILE + ".tmp")
     try:
         # Both files are complete on disk before either replaces an old one.
-        temporary.write_text(model.config.to_json(), encoding="utf-8")
+        temporary.write_text(config.to_json(), encoding="utf-8")
         write_tensors(tensors, folder / WEIGHTS_FILE)
         os.replace(temporary, folder / CONFIG_FILE)
     finally:

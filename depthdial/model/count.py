@@ -84,7 +84,7 @@ class PlanRow:
     memory_peak_bytes: int
     """Weights and peak cache; activations are not in it."""
     is_beyond_max_loops: bool
-    """Deeper than any loop count seen in training."""
+    """More loops than the model is made for."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import count_parameters
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.train.depth_schedule import depth_probabilities
-from depthdial.train.pretrain import STATE_FILE, depth_schedule
+from depthdial.train.pretrain import STATE_FILE
 from depthdial.train.provenance import collect_provenance
 from depthdial.train.run_dir import RunDir
 from depthdial.train.sources import (
@@ -27,7 +26,6 @@ from depthdial.train.sources import (
     start_id,
     task_rows,
 )
-from depthdial.train.step_plan import plan_step
 
 REPORT_FACTS = "this report"
 """Name of the measurement among the runs; no run can have it, as it has a space."""
@@ -39,7 +37,7 @@ class FinishedRun:
 
     Fields:
         progress: finished steps, tokens, flops and seconds of the checkpoint.
-        trained_loops: loop counts that those steps ran.
+        trained_loops: loop counts that training has run, in those steps and before.
     """
 
     path: Path
@@ -66,14 +64,15 @@ class FinishedRun:
                 f"it with `depthdial resume {path}`."
             )
         recipe = Recipe.from_file(run.config_path)
+        model = load_model(checkpoint.path, device=recipe.train.device).eval()
         return cls(
             path=Path(path),
             recipe=recipe,
-            model=load_model(checkpoint.path, device=recipe.train.device).eval(),
+            model=model,
             tokenizer=Tokenizer.from_dir(checkpoint.path),
             provenance=run.read_provenance(),
             progress=json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")),
-            trained_loops=trained_loops(recipe, finished_steps=checkpoint.step),
+            trained_loops=model.config.trained_at,
             metrics=run.read_metrics(),
         )
 
@@ -95,34 +94,6 @@ def run_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path:
     every checkpoint has its tokenizer."""
     is_started = recipe.train.init is not None
     return prepared_folder(recipe, tokenizer=tokenizer if is_started else None)
-
-
-def trained_loops(recipe: Recipe, *, finished_steps: int) -> tuple[int, ...]:
-    """Loop counts that the first `finished_steps` optimizer steps of a recipe ran, ascending.
-
-    The draws themselves are repeated, those of shorter paths included: a rare loop count of
-    positive probability may never have been drawn, and a curriculum may not have risen to it.
-    """
-    schedule = depth_schedule(recipe)
-    has_short_paths = recipe.objective.trajectory is not None
-    shares = enumerate(depth_probabilities(schedule), start=1)
-    possible = {k for k, share in shares if share > 0}
-    if has_short_paths:
-        possible |= set(range(1, max(possible)))
-    ran = {1} if finished_steps and schedule.switch_step else set()
-    for step in range(schedule.switch_step, finished_steps):
-        plan = plan_step(
-            schedule,
-            step=step,
-            num_slices=recipe.depth.num_depth_slices,
-            is_mixed=True,
-            has_short_paths=has_short_paths,
-        )
-        ran |= {*plan.loops, *(len(path) for path in plan.short_paths or () if path)}
-        if possible <= ran:
-            # A curriculum rises: it ran everything below before.
-            break
-    return tuple(sorted(ran))
 
 
 def training_cost(run: FinishedRun) -> dict[str, Any]:

@@ -24,13 +24,14 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE, MANIFEST)
 """What every checkpoint writes anew; everything else in a folder travels with the model."""
-FREE_KEYS = ("num_loops", "max_loops", "modulation")
+FREE_KEYS = ("num_loops", "max_loops", "trained_loops", "modulation")
 FREE_LOOP_KEYS = ("cache_policy", "beyond_max_loops")
 """Keys of the recipe's model, and of its loop, that may differ from the folder's."""
 
 
 def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
-    """The model of the first step on its device, frozen as the recipe says.
+    """The model of the first step on its device, frozen as the recipe says; its config knows what
+    was trained before.
 
     Args: starts_late: the first steps run one loop; a modulation is then grafted after them, and
         until then a new model has none.
@@ -43,9 +44,8 @@ def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
     if settings.init is not None:
         model = load_init(settings.init, config)
     else:
-        model = LoopedLM(
-            config.replace(modulation=None) if starts_late else config, seed=settings.seed
-        )
+        config = config.replace(modulation=None) if starts_late else config
+        model = LoopedLM(config.with_trained(()), seed=settings.seed)
     freeze_parameters(model, recipe.optim.freeze)
     return model.to(settings.device)
 
@@ -60,7 +60,8 @@ def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
     check_agreement(config, stored, folder)
     tensors = load_model(folder).state_dict()
     with torch.device("meta"):
-        model = LoopedLM(config.replace(modulation=stored.modulation))
+        known = config.replace(modulation=stored.modulation).with_trained(stored.trained_at)
+        model = LoopedLM(known)
     model.load_state_dict(tensors, assign=True)
     return in_own_memory(model)
 

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +101,8 @@ class _Session:
     """The live parts of one run.
 
     teacher: None without distillation. companions: folder whose tokenizer and other files every
-    checkpoint takes over; None for a run from new weights, which writes its own.
+    checkpoint takes over; None for a run from new weights, which writes its own. trained_loops:
+    loop counts that training has run, here and before.
     """
 
     recipe: Recipe
@@ -112,6 +113,10 @@ class _Session:
     progress: Progress
     teacher: Teacher | None = None
     companions: Path | None = None
+    trained_loops: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trained_loops = set(self.model.config.trained_at)
 
 
 def train(
@@ -257,6 +262,7 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
                 )
             seconds = time.perf_counter() - started
             session.progress = _advance(session, plan, position, seconds)
+            session.trained_loops |= plan.loop_counts
             record = _train_record(session, result, plan, seconds)
             _write(record, run, tracker, observer)
             is_last = step == settings.steps - 1
@@ -283,7 +289,7 @@ def save_checkpoint(session: _Session) -> None:
     """Model directory with its tokenizer, optimizer state and position, whole or not at all."""
 
     def write(folder: Path) -> None:
-        save_model(session.model, folder)
+        save_model(session.model, folder, trained_loops=session.trained_loops)
         if session.companions is None:
             session.data.tokenizer.save(folder)
         else:

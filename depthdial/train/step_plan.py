@@ -48,6 +48,11 @@ class StepPlan:
         """Full gradients and nothing beside the drawn depth."""
         return cls(tuple(loops), (0,) * len(loops), is_mixed=is_mixed)
 
+    @property
+    def loop_counts(self) -> set[int]:
+        """Loop counts that the step runs, those of shorter paths included."""
+        return {*self.loops, *(len(path) for path in self.short_paths or () if path)}
+
 
 def plan_step(
     schedule: DepthSchedule,

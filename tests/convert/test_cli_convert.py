@@ -9,10 +9,11 @@ import torch
 from goldens import GOLDEN
 from published import add_tokenizer, copy_golden, edit_json, edit_tensors
 
-from depthdial.api_paths import loops_in_training, model_folder
+from depthdial.api_paths import model_folder
 from depthdial.cli import main
+from depthdial.cli_tables import loop_range
 from depthdial.convert.inspection import inspect_model_folder, inspect_source
-from depthdial.model.checkpoint import load_model, save_model
+from depthdial.model.checkpoint import load_model, read_config, save_model
 from depthdial.model.looped_lm import LoopedLM
 
 HAS_GGUF = importlib.util.find_spec("gguf") is not None
@@ -111,6 +112,7 @@ def test_inspect_shows_a_published_checkpoint(cli, source):
         "family ouro Ouro (LoopLM)",
         "stored as F32, 123.25 KiB",
         "loops 4 by default, made for 1 to 4, beyond: refused",
+        "training ran k = 1..4",
         "core AF x 2 4 2 25.3k 80.3%",
         "total 4 31.6k",
         "k per_loop others (7) 1 256 B 256 B 2 512 B 256 B",
@@ -124,12 +126,20 @@ def test_inspect_shows_a_published_checkpoint(cli, source):
     assert "Open it: depthdial import" in err
 
 
-def test_a_run_says_what_its_training_ran(cli, tiny_run, tmp_path):
-    trained = loops_in_training(model_folder(tiny_run))
+def test_b15_import_and_inspect_of_a_fixed_loop_model_say_what_training_ran(cli, tmp_path):
+    """Loop counts 1 to the default once counted as trained."""
+    _, out, _ = cli("import", GOLDEN / "nanbeige", tmp_path / "model")
+    assert "loops 2 by default, made for 1 to 2 training ran k = 2 " in words(out)
+    for path in (GOLDEN / "nanbeige", tmp_path / "model"):
+        assert "training ran k = 2 " in words(cli("inspect", path).out)
+
+
+def test_b15_a_run_says_what_its_training_ran(cli, tiny_run, tmp_path):
+    trained = read_config(model_folder(tiny_run)).trained_at
     _, out, _ = cli("inspect", tiny_run)
-    assert f"trained at {', '.join(map(str, trained))} loops" in words(out)
+    assert f"training ran {loop_range(trained)} " in words(out)
     assert cli("export", tiny_run, "--as", "hf", tmp_path / "x").code == 0
-    assert "The run that it comes from trained it at" in (tmp_path / "x" / "README.md").read_text()
+    assert "Training has run k = " in (tmp_path / "x" / "README.md").read_text()
 
 
 def test_inspect_fits_80_columns(cli, source):

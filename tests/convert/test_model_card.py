@@ -13,6 +13,7 @@ from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
 from depthdial.convert.model_card import CurvePoint, read_curve
 from depthdial.convert.retrofit import convert
 from depthdial.eval.depth_sweep import DepthSweep
+from depthdial.model.checkpoint import load_model, save_model
 
 CARD = "README.md"
 
@@ -40,7 +41,7 @@ def sweep():
 def test_a_card_states_depth_policy_and_limits(tmp_path):
     text = exported("ouro", tmp_path)
     assert "Made for 1 to 4 loops; more are refused in generation" in text
-    assert "That range follows from the config it was imported with." in text
+    assert "Training has run k = 1 to 4." in text
     assert "policy `per_loop`, which is exact" in text
     assert "- The released forward with labels" in text
     assert "imported from `ouro` (ouro)" in text
@@ -64,25 +65,31 @@ def test_the_curve_of_a_saved_sweep_is_in_the_card(tmp_path, sweep):
     sweep.save(tmp_path / "model" / "sweep.json")
     export_checkpoint(tmp_path / "model", tmp_path / "x", family="ouro")
     text = (tmp_path / "x" / CARD).read_text()
-    assert "The saved sweep counts 1, 2 and 4 loops as trained." in text
     assert "| 1 | 3.0000 | yes |\n| 2 | 2.0000 | yes |\n| 6 | 2.5000 | no |" in text
 
 
-def test_a_card_of_a_run_says_what_its_training_ran(tmp_path):
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        ((1, 2, 4), "Training has run k = 1, 2 and 4."),
+        ((2,), "Training has run k = 2."),
+        ((), "No training has run any of them yet."),
+    ],
+)
+def test_b15_a_card_says_which_loop_counts_training_has_run(tmp_path, trained, words):
     import_checkpoint(GOLDEN / "ouro", tmp_path / "model")
-    export_checkpoint(tmp_path / "model", tmp_path / "x", family="ouro", trained_loops=(1, 2, 3))
-    text = (tmp_path / "x" / CARD).read_text()
-    assert "The run that it comes from trained it at 1 to 3 loops." in text
+    save_model(load_model(tmp_path / "model"), tmp_path / "model", trained_loops=trained)
+    export_checkpoint(tmp_path / "model", tmp_path / "x", family="ouro")
+    assert words in (tmp_path / "x" / CARD).read_text()
 
 
-def test_a_card_of_an_untrained_conversion_claims_no_training(tmp_path):
+def test_b15_a_card_of_an_unhealed_conversion_claims_one_loop(tmp_path):
     import_checkpoint(GOLDEN / "llama", tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "model", method="loop-window", core="2:4")
     export_hf(tmp_path / "model", tmp_path / "x")
     text = (tmp_path / "x" / CARD).read_text()
     assert "imported from `llama`" in text and "Made for 1 to 4 loops" in text
-    assert "Which of these loop counts training ran is not recorded" in text
-    assert "rained at" not in text and "follows from the config" not in text
+    assert "Training has run k = 1." in text
 
 
 def test_a_card_without_a_sweep_says_so(tmp_path):

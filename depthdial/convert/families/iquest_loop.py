@@ -23,7 +23,7 @@ from depthdial.convert.tensor_rules import Rename, TensorRule
 def read(source: SourceConfig) -> ModelConfig:
     """The released model is trained at its own loop count only."""
     num_loops = source.count("loop_num", 2)
-    return ModelConfig.from_dict(
+    config = ModelConfig.from_dict(
         {
             **read_decoder(source, default_theta=500_000.0),
             "num_loops": num_loops,
@@ -31,6 +31,7 @@ def read(source: SourceConfig) -> ModelConfig:
             "loop": {"update": "replace", "local_window": source.count("loop_window_size", 64)},
         }
     )
+    return config.with_trained([num_loops])
 
 
 def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:

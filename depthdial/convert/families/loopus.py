@@ -27,7 +27,10 @@ CHANNELS_PER_RANK = 16
 
 
 def read(source: SourceConfig) -> ModelConfig:
-    """Supervised steps are drawn from all N, so N is the trained depth."""
+    """Supervised steps are drawn from all N, so N is the largest loop count.
+
+    A supervised step applies the block twice before its loss, so that no loss is of one loop.
+    """
     source.ignore("base_model_name_or_path")
     # When to stop is a choice of each request here.
     source.ignore("halting_strategy", "q_threshold", "q_eval_interval", "convergence_epsilon")
@@ -45,7 +48,7 @@ def read(source: SourceConfig) -> ModelConfig:
     source.expect("hidden_size", None, fields["d_model"])
     source.expect("vocab_size", None, fields["vocab_size"])
     num_loops = source.count("N")
-    return ModelConfig.from_dict(
+    config = ModelConfig.from_dict(
         {
             **fields,
             "split": _split(source, fields["split"][1] // 2),
@@ -59,6 +62,7 @@ def read(source: SourceConfig) -> ModelConfig:
             "exit_gate": "norm_linear",
         }
     )
+    return config.with_trained(range(2, num_loops + 1))
 
 
 def _split(source: SourceConfig, num_layers: int) -> list[int]:
@@ -121,8 +125,8 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
 
 def limits(config: ModelConfig) -> list[str]:
     return [
-        "The released code applies the block twice at every supervised training step, so the "
-        "depth it was trained for is larger than its counted N.",
+        "The released code applies the block twice at every supervised training step: losses are "
+        "of 2 loops and more, up to more than its counted N.",
         "The stopping head was trained on the change of the state before the gate, and is read "
         "from the state after it, as the released generation does.",
     ]

@@ -50,7 +50,7 @@ DETAILS_OF_SWITCHES = (
 
 
 def read(source: SourceConfig) -> ModelConfig:
-    """The released model is trained at its own loop count only."""
+    """The released model is trained at its own loop count only; a loss at each loop trains all."""
     fields = read_decoder(source)
     for key in MUST_BE_OFF:
         source.expect(key, False, None)
@@ -66,20 +66,22 @@ def read(source: SourceConfig) -> ModelConfig:
         raise ValueError(
             f"'loop_loss_weights' is {loss_weights!r} in the source config, not a list."
         )
+    is_every_loop_trained = False
     if loss_weights:
         num_loops = len(loss_weights) + 1
+        is_every_loop_trained = all(isinstance(x, int | float) and x > 0 for x in loss_weights)
     if source.flag("skip_loop_final_norm"):
         final_norm = "head"
     if source.flag("enable_double_loop_split"):
         num_loops, fields["split"] = _loop_split(source, fields["split"][1] // 2)
-        final_norm = "head"
+        final_norm, is_every_loop_trained = "head", False
         is_shared = source.flag("loop_share_kv")
     else:
         is_shared = source.expect("loop_share_kv", False, None) is True
         # Only the split reads it.
         source.ignore("loop_middle_layers")
     policy = "share_first" if is_shared else "per_loop"
-    return ModelConfig.from_dict(
+    config = ModelConfig.from_dict(
         {
             **fields,
             "final_norm": final_norm,
@@ -88,6 +90,7 @@ def read(source: SourceConfig) -> ModelConfig:
             "loop": {"update": "replace", "cache_policy": policy},
         }
     )
+    return config if is_every_loop_trained else config.with_trained([num_loops])
 
 
 def _loop_split(source: SourceConfig, num_layers: int) -> tuple[int, list[int]]:
