@@ -76,7 +76,7 @@ class DepthdialConfig(PreTrainedConfig):
 
     @property
     def max_loops(self) -> int:
-        """Largest loop count seen in training."""
+        """Largest loop count that the model is made for."""
         return self.looped.max_loops
 
     @property

@@ -67,15 +67,15 @@ def check_num_loops(
         raise ValueError(f"num_loops={lowest} is not allowed; give {allowed}.")
     if max_loops is not None and highest > max_loops:
         raise ValueError(
-            f"num_loops={highest} exceeds max_loops={max_loops}, the largest depth seen in "
-            "training. Ask for fewer loops; sweeps measure more. A model whose config says "
+            f"num_loops={highest} exceeds max_loops={max_loops}, the most that this model is made "
+            "for. Ask for fewer loops; sweeps measure more. A model whose config says "
             "loop.beyond_max_loops 'extrapolate' allows it."
         )
     return num_loops
 
 
 def allowed_num_loops(config: ModelConfig, num_loops: NumLoops, *, batch_size: int) -> NumLoops:
-    """`check_num_loops` with the model's own rule about depths beyond training."""
+    """`check_num_loops` with the model's own rule about loop counts beyond max_loops."""
     limit = config.max_loops if config.loop.beyond_max_loops == "refuse" else None
     return check_num_loops(num_loops, batch_size=batch_size, max_loops=limit)
 
