@@ -23,7 +23,7 @@ from depthdial.cli_tables import (
     size,
     table,
 )
-from depthdial.config import ATTENTION_LETTERS, ModelConfig
+from depthdial.config import ATTENTION_LETTERS, ModelConfig, shortest_pattern
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -212,11 +212,8 @@ def _partition_table(config: ModelConfig) -> Table:
 
 def _runs(layout: str) -> str:
     """`AF x 24`: the layout with its repetitions counted."""
-    for period in range(1, len(layout) // 2 + 1):
-        unit = layout[:period]
-        if len(layout) % period == 0 and unit * (len(layout) // period) == layout:
-            return f"{unit} x {len(layout) // period}"
-    return layout
+    unit = shortest_pattern(layout)
+    return layout if unit == layout else f"{unit} x {len(layout) // len(unit)}"
 
 
 def _cache_parts(config: ModelConfig, loops: Sequence[int]) -> list[Table]:

@@ -6,7 +6,7 @@ training run), `config_training.py` (its parts), `config_checks.py` (rules betwe
 Derived numbers (parameters, FLOPs, cache bytes) are functions in `model/count.py`.
 """
 
-from depthdial.config_base import StrictConfig, nearest_name, set_dotted
+from depthdial.config_base import StrictConfig, nearest_name, set_dotted, shortest_pattern
 from depthdial.config_checks import (
     ATTENTION,
     ATTENTION_LETTERS,
@@ -78,4 +78,5 @@ __all__ = [
     "nearest_name",
     "policy_obstacle",
     "set_dotted",
+    "shortest_pattern",
 ]

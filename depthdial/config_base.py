@@ -19,6 +19,11 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 
 
+def shortest_pattern(letters: str) -> str:
+    """The shortest text that gives `letters`, a layout, when it is repeated."""
+    return letters[: (letters + letters).find(letters, 1)]
+
+
 class StrictConfig(BaseModel):
     """Base of all configs: no unknown keys, no silent conversion, immutable."""
 

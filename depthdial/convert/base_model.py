@@ -13,7 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from depthdial.config import ATTENTION_LETTERS, FEED_FORWARD, LoopConfig, ModelConfig
+from depthdial.config import (
+    ATTENTION_LETTERS,
+    FEED_FORWARD,
+    LoopConfig,
+    ModelConfig,
+    shortest_pattern,
+)
 from depthdial.convert.families.decoder_layers import sublayer_name
 
 STACKS = ("prelude_stack.", "core_stack.", "coda_stack.")
@@ -182,7 +188,7 @@ def looped_config(
     outer_width = _width([*prelude, *coda]) or _width(core)
     core_width = _width(core)
     values = config.to_dict() | {
-        "layout": _shortest_pattern("".join(block.layout for block in blocks)),
+        "layout": shortest_pattern("".join(block.layout for block in blocks)),
         "split": split,
         "d_ff": outer_width or config.d_ff,
         "core_d_ff": core_width if core_width != outer_width else None,
@@ -247,8 +253,3 @@ def _value_embeddings(blocks: Sequence[Block]) -> list[int]:
         if letter in ATTENTION_LETTERS
     ]
     return [idx for idx, sublayer in enumerate(attention) if VALUE_EMBEDDING in sublayer]
-
-
-def _shortest_pattern(letters: str) -> str:
-    """The shortest text that gives `letters` when it is repeated."""
-    return letters[: (letters + letters).find(letters, 1)]

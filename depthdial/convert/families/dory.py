@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdial.config import ModelConfig
+from depthdial.config import ModelConfig, shortest_pattern
 from depthdial.convert.families.decoder_layers import sublayer_name
 from depthdial.convert.family import Family
 from depthdial.convert.source_config import SourceConfig
@@ -52,7 +52,7 @@ def read(source: SourceConfig) -> ModelConfig:
         {
             "vocab_size": source.count("vocab_size"),
             "d_model": source.count("hidden_size"),
-            "layout": _period(letters),
+            "layout": shortest_pattern(letters),
             "split": split,
             "num_heads": num_heads,
             "num_kv_heads": source.count("num_key_value_heads", num_heads),
@@ -184,14 +184,6 @@ def _letters(key: str, given: Any, known: dict[str, str]) -> str:
     if not isinstance(given, list) or not given or set(map(str, given)) - known.keys():
         raise ValueError(f"'{key}' is {given!r}; known sublayers: {', '.join(known)}.")
     return "".join(known[x] for x in given)
-
-
-def _period(letters: str) -> str:
-    """The shortest layout that repeats to these letters."""
-    for length in range(1, len(letters) + 1):
-        if letters[:length] * (len(letters) // length) == letters:
-            return letters[:length]
-    raise AssertionError("letters repeat themselves once")
 
 
 def _split(source: SourceConfig, num_letters: int) -> list[int]:
