@@ -18,7 +18,6 @@ from depthdial.layers.state import (
     AttentionMask,
     SharedKV,
     attention,
-    check_unwritten,
     written,
 )
 
@@ -159,28 +158,6 @@ class CachedSlot:
         self.buffer.put(self.place.rows[:, None], self.place.index_BT, k=k_BTGC, v=v_BTGC)
         k_BSGC, v_BSGC = self.place.read(self.buffer)
         return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
-
-
-class ReadOnlySlot:
-    """Reads what another loop wrote, this call's tokens included."""
-
-    is_read_only = True
-    shared = None
-
-    def __init__(self, buffer: KVBuffer, place: WritePlace) -> None:
-        self.stored = StoredKV(buffer, place)
-
-    def attend(
-        self,
-        q_BTHC: Tensor,
-        k_BTGC: Tensor | None,
-        v_BTGC: Tensor | None,
-        *,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Tensor:
-        check_unwritten(k_BTGC, v_BTGC)
-        return self.stored.attend(q_BTHC, mask=mask, scale=scale)
 
 
 class OverlaySlot:

@@ -101,7 +101,7 @@ def _blocked(dtype: torch.dtype) -> float:
 
 
 class SharedKV(Protocol):
-    """Keys and values of the first loop, as a later loop of the same layer sees them."""
+    """Keys and values that another loop wrote, as a later loop of the same layer sees them."""
 
     def attend(self, q_BTHC: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
         """Attend without storing. Returns y [B, T, H, C]."""
@@ -193,14 +193,14 @@ class GivenKV:
         return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
 
 
-class GivenSlot:
-    """A read-only slot over keys and values [B, S, G, C] given as tensors."""
+class ReadOnlySlot:
+    """Reads what another loop wrote, this call's tokens included."""
 
     is_read_only = True
     shared = None
 
-    def __init__(self, k_BSGC: Tensor, v_BSGC: Tensor) -> None:
-        self.k, self.v = k_BSGC, v_BSGC
+    def __init__(self, entries: SharedKV) -> None:
+        self.entries = entries
 
     def attend(
         self,
@@ -211,19 +211,14 @@ class GivenSlot:
         mask: AttentionMask,
         scale: float,
     ) -> Tensor:
-        check_unwritten(k_BTGC, v_BTGC)
-        return attention(q_BTHC, self.k, self.v, mask=mask, scale=scale)
+        assert k_BTGC is None and v_BTGC is None, "a read-only slot takes no keys and values"
+        return self.entries.attend(q_BTHC, mask=mask, scale=scale)
 
 
 def written(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> tuple[Tensor, Tensor]:
     """The keys and values of a slot that stores."""
     assert k_BTGC is not None and v_BTGC is not None, "this slot stores keys and values"
     return k_BTGC, v_BTGC
-
-
-def check_unwritten(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> None:
-    """A read-only slot gets neither keys nor values."""
-    assert k_BTGC is None and v_BTGC is None, "a read-only slot takes no keys and values"
 
 
 def attention(

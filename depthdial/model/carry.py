@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from depthdial.config import ModelConfig
 from depthdial.layers.primitives import wide_dtype
-from depthdial.layers.state import GivenKV, GivenSlot, KVSlot, RecordingSlot, UncachedSlot
+from depthdial.layers.state import GivenKV, KVSlot, ReadOnlySlot, RecordingSlot, UncachedSlot
 
 
 class LoopCarry(NamedTuple):
@@ -61,7 +61,7 @@ def slots_from_carry(
         return tuple(RecordingSlot() for _ in slots)
     if config.loop.local_window is not None:
         return tuple(UncachedSlot(shared=GivenKV(k, v)) for k, v in carry.first_keys)
-    return tuple(GivenSlot(k, v) for k, v in carry.first_keys)
+    return tuple(ReadOnlySlot(GivenKV(k, v)) for k, v in carry.first_keys)
 
 
 def with_first_keys(carry: LoopCarry, slots: tuple[KVSlot, ...]) -> LoopCarry:

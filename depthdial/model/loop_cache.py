@@ -28,11 +28,10 @@ from depthdial.layers.kv_buffer import (
     Lookup,
     LookupSlot,
     OverlaySlot,
-    ReadOnlySlot,
     StoredKV,
     WritePlace,
 )
-from depthdial.layers.state import KVSlot
+from depthdial.layers.state import KVSlot, ReadOnlySlot
 from depthdial.model.cache_policies import Kept, cache_rule, find_entries
 from depthdial.model.cache_state import ALL_GROUPS, KEPT, Block, CacheCall, CacheState
 from depthdial.model.schedule import NumLoops
@@ -383,5 +382,5 @@ def _kept_slot(kept: Kept, buffer: KVBuffer, place: WritePlace, loop_idx: int) -
     if kept == "last" or loop_idx == 0:
         return CachedSlot(buffer, place)
     if kept == "shared":
-        return ReadOnlySlot(buffer, place)
+        return ReadOnlySlot(StoredKV(buffer, place))
     return OverlaySlot(buffer, place, num_averaged=loop_idx if kept == "mean" else None)

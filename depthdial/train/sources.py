@@ -114,14 +114,15 @@ def init_tokenizer(recipe: Recipe) -> Tokenizer | None:
     return None if recipe.train.init is None else Tokenizer.from_dir(recipe.train.init)
 
 
-def prepared_folder(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> Path:
-    """The prepared text that a recipe trains on; `tokenizer` as in `open_data`."""
+def prepared_folder(recipe: Recipe, *, tokenizer: Tokenizer | None) -> Path:
+    """The prepared text that a recipe trains on.
+
+    Args: tokenizer: of the model that the run starts from; None for new weights.
+    """
     config = recipe.data
     if config.path is not None:
         return Path(config.path)
     assert config.corpus is not None, "config checked this"
-    if tokenizer is None:
-        tokenizer = init_tokenizer(recipe)
     return prepare_corpus(
         config.corpus, config.cache_dir, vocab_size=config.tokenizer_vocab, tokenizer=tokenizer
     )

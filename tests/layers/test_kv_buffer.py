@@ -9,11 +9,10 @@ from depthdial.layers.kv_buffer import (
     Lookup,
     LookupSlot,
     OverlaySlot,
-    ReadOnlySlot,
     StoredKV,
     WritePlace,
 )
-from depthdial.layers.state import attention, mask_from_allowed
+from depthdial.layers.state import ReadOnlySlot, attention, mask_from_allowed
 
 SCALE = 0.3
 
@@ -121,7 +120,7 @@ def test_selected_rows_are_copies_in_the_order_given():
 def test_read_only_slot_reads_what_another_wrote_and_takes_no_keys():
     buffer, k, v = filled(3)
     q, new_k, new_v = qkv(1)
-    slot = ReadOnlySlot(buffer, place([0], [2], 3))
+    slot = ReadOnlySlot(StoredKV(buffer, place([0], [2], 3)))
     assert slot.is_read_only
     y = slot.attend(q, None, None, mask=causal(2, 3), scale=SCALE)
     assert torch.equal(y, attention(q, k, v, mask=causal(2, 3), scale=SCALE))

@@ -7,7 +7,7 @@ from depthdial.layers.state import (
     EXPLICIT_MAX_SOURCE_TOKENS,
     AttentionMask,
     GivenKV,
-    GivenSlot,
+    ReadOnlySlot,
     RecordingSlot,
     UncachedSlot,
     attention,
@@ -199,7 +199,7 @@ def test_given_keys_and_values_are_attended_over_and_nothing_else():
     q, k, v = qkv(2, 4, 4)
     mask = causal_mask(4, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
     expected = attention(q, k, v, mask=mask, scale=SCALE)
-    slot = GivenSlot(k, v)
+    slot = ReadOnlySlot(GivenKV(k, v))
     assert slot.is_read_only
     assert torch.equal(slot.attend(q, None, None, mask=mask, scale=SCALE), expected)
     assert torch.equal(GivenKV(k, v).attend(q, mask=mask, scale=SCALE), expected)

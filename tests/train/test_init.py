@@ -319,7 +319,7 @@ def test_a_named_corpus_is_prepared_with_the_tokenizer_of_the_folder(recipe, tok
     of = recipe(**{"data": data})
     found = open_data(of)
     assert found.tokenizer.to_json() == tokenizer.to_json()
-    assert found.folder == prepared_folder(of)
+    assert found.folder == prepared_folder(of, tokenizer=found.tokenizer)
     text = found.tokenizer.decode(found.train.rows(0, 1).tokens_BT[0].tolist())
     assert len(text) > 16 and text.isascii()
 
