@@ -106,6 +106,11 @@ class SourceConfig:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no key at all."""
+        return not self._values
+
     def take(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is absent."""
         self._read.add(key)

@@ -121,6 +121,51 @@ def test_rotary_keys_that_contradict_each_other_are_refused():
         map_config(both)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # The second place was once not looked at.
+        (
+            {
+                "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            "rope_parameters=None and rope_scaling={'kind': 'linear', 'factor': 2.0}; they must",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            "'factor': 4.0} and rope_scaling=.*'factor': 2.0}",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_theta=500000.0 and rope_scaling.rope_theta=10000.0",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "type": "llama3", "factor": 2.0}}, "type=llama3"),
+        # transformers reads the fraction with scaling only, and fails then.
+        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5.*turns whole heads"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "'rope_parameters.partial_rotary"),
+    ],
+)
+@pytest.mark.parametrize("case_name", ["llama", "qwen3"])
+def test_rotations_that_no_published_code_runs_are_refused(case_name, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+        map_config(published(case_name, rope_theta=5e5, **changes))
+
+
+def test_rotary_keys_may_say_the_same_twice():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    once = published("llama", rope_theta=5e5, rope_scaling=scaling)
+    twice = once | {
+        "rope_parameters": {**scaling, "rope_theta": 5e5, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor": 1.0,
+    }
+    assert map_config(once)[1] == map_config(twice)[1]
+    assert map_config(once | {"rope_scaling": {}})[1].rope_scaling is None
+
+
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
 def test_linear_scaling_in_either_spelling(kind_key):
     config = map_config(published("llama", rope_scaling={kind_key: "linear", "factor": 2}))[1]

@@ -6,6 +6,7 @@ Each family's own file says what it adds. One block of theirs is two sublayers o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,37 +31,50 @@ def sublayer_name(config: ModelConfig, idx: int) -> str:
 
 def read_rope(source: SourceConfig, *, default_theta: float = 10_000.0) -> dict[str, Any]:
     """Rotary fields of ours, from either spelling: `rope_theta` with `rope_scaling`, or
-    `rope_parameters`.
+    `rope_parameters`. Some writers keep the older keys beside the newer ones.
 
-    Raises: ValueError for a rotation that this runtime cannot do.
+    Raises: ValueError for a rotation that this runtime cannot do, or two that differ.
     """
-    section = source.section("rope_parameters")
-    if section is not None:
-        theta = section.number("rope_theta", default_theta)
-        # Some writers keep the older keys beside the newer ones.
-        if "rope_theta" in source and source.number("rope_theta") != theta:
+    places = {"": source}
+    for key in ("rope_parameters", "rope_scaling"):
+        section = source.section(key)
+        if section is not None and not section.is_empty:
+            places[f"{key}."] = section
+    for where, place in places.items():
+        fraction = place.number("partial_rotary_factor", 1.0)
+        if fraction != 1:
             raise ValueError(
-                f"the source config has rope_theta={source.take('rope_theta')} and "
-                f"rope_parameters.rope_theta={theta}; they must agree."
+                f"'{where}partial_rotary_factor' is {fraction} in the source config, but the "
+                "published code of this family turns whole heads. Remove it, or set it to 1.0."
             )
-        source.ignore("rope_scaling")
-    else:
-        theta = source.number("rope_theta", default_theta)
-        section = source.section("rope_scaling")
-    fraction = source.number("partial_rotary_factor", 1.0)
-    if section is None:
-        return {"rope_theta": theta, "rotary_frac": fraction, "rope_scaling": None}
-    fraction = section.number("partial_rotary_factor", fraction)
-    return {
-        "rope_theta": theta,
-        "rotary_frac": fraction,
-        "rope_scaling": _read_scaling(section),
+    thetas = {
+        f"{where}rope_theta": place.number("rope_theta")
+        for where, place in places.items()
+        if place.take("rope_theta") is not None
     }
+    scalings = {where[:-1]: _read_scaling(place) for where, place in places.items() if where}
+    _check_agree(thetas)
+    _check_agree(scalings)
+    return {
+        "rope_theta": next(iter(thetas.values()), default_theta),
+        "rope_scaling": next(iter(scalings.values()), None),
+    }
+
+
+def _check_agree(given: dict[str, Any]) -> None:
+    """Refuse two places that say one thing in two ways. Raises: ValueError with both."""
+    for (first, value), (second, other) in pairwise(given.items()):
+        if other != value:
+            raise ValueError(
+                f"the source config has {first}={value} and {second}={other}; they must agree."
+            )
 
 
 def _read_scaling(section: SourceConfig) -> dict[str, Any] | None:
     """Scaling fields of ours. The kind is called `type` in old files, `rope_type` in newer ones."""
-    old = section.take("type", ROPE_DEFAULT)
+    kinds = {key: section.take(key) for key in ("rope_type", "type")}
+    _check_agree({key: kind for key, kind in kinds.items() if kind is not None})
+    old = kinds["type"] or ROPE_DEFAULT
     kind = section.expect("rope_type", ROPE_DEFAULT, "linear", "llama3", default=old)
     if kind == ROPE_DEFAULT:
         return None
