@@ -85,6 +85,8 @@ LIBRARY_DEFAULTS = (
 defaults of its text generation (read with the generation config), labels of other tasks. A decoder
 of the families here reads none of them."""
 
+MAX_CONTEXT = 2**24
+"""Tokens of the longest context or window that is opened; far beyond any published model."""
 MOST_LAYERS = 10_000
 """Far beyond any published model; a config with more is damaged or hostile."""
 
@@ -148,6 +150,16 @@ class SourceConfig:
                 "whole number."
             )
         return value
+
+    def window(self, key: str, default: int | None = None) -> int:
+        """Tokens of an attention window. Raises: ValueError for one longer than any context."""
+        tokens = self.count(key, default)
+        if tokens > MAX_CONTEXT:
+            raise ValueError(
+                f"'{self._where}{key}' is {tokens} in the source config; this runtime opens models "
+                f"whose windows have at most {MAX_CONTEXT} tokens."
+            )
+        return tokens
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; null counts as absent. Raises: ValueError for all else."""

@@ -28,6 +28,7 @@ from depthdial.convert.hf_maps import (
     select_rules,
 )
 from depthdial.convert.new_folder import named_in_errors
+from depthdial.convert.source_config import MAX_CONTEXT
 from depthdial.convert.tensor_files import TensorFiles, TensorSpec
 from depthdial.convert.text_files import MAX_CONFIG_BYTES, read_json_object
 from depthdial.model.checkpoint import CONFIG_FILE, empty_model
@@ -35,7 +36,6 @@ from depthdial.model.count import count_parameters
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 MAX_LAYERS = MAX_LOOPS = 10_000
-MAX_CONTEXT = 2**24
 """Most layers, loops and tokens that a config may name, compared before anything is built."""
 
 

@@ -57,6 +57,12 @@ def without(case, *keys):
             "does not divide num_hidden_layers=4",
         ),
         ("iquest-loop", {"loop_num": False}, "'loop_num' is False"),
+        ("iquest-loop", {"loop_window_size": 10**30}, "at most 16777216 tokens"),
+        ("dory", {"sliding_window": 2**25}, "'sliding_window' is 33554432.*at most 16777216"),
+        ("dory", {"sliding_window": -1}, "'sliding_window' is -1"),
+        ("qwen3", {"mlp_bias": True}, "'mlp_bias' = True"),
+        ("ouro", {"mlp_bias": True}, "'mlp_bias' = True"),
+        ("ouro", {"attention_bias": True}, "'attention_bias' = True"),
         ("parcae", {"nonlin_name": "GELU"}, "'nonlin_name' = 'GELU'"),
         ("parcae", {"logit_softcap": 30.0}, "logit_softcap"),
         ("parcae", {"recurrent_embedding_dimension": 64}, "recurrent_embedding_dimension"),
@@ -91,6 +97,9 @@ def test_refusals_name_the_key_and_what_can_be_done(case_name, changes, message)
         ({"ngpt_enable_final_norm": True}, "ngpt_enable_final_norm"),
         ({"input_transform": "concat"}, "input_transform"),
         ({"dory_format_version": 2}, "dory_format_version"),
+        ({"swa_window_size": 2**25}, "'swa_window_size' is 33554432.*at most 16777216 tokens"),
+        ({"swa_window_size": None}, "'swa_window_size' is None"),
+        ({"initializer_range": 0.5}, "init_method_std=0.02 and initializer_range=0.5"),
     ],
 )
 def test_refusals_of_the_older_dory_format(changes, message):

@@ -24,6 +24,8 @@ def read_llama(source: SourceConfig) -> ModelConfig:
 
 def read_qwen3(source: SourceConfig) -> ModelConfig:
     """A model with an RMS norm on each query and key head; head_dim is 128 where it is absent."""
+    # Qwen3 has no biases in its MLP, and no key for them.
+    source.expect("mlp_bias", False, None)
     fields = read_decoder(source, default_head_dim=128)
     return ModelConfig.from_dict({**fields, "qk_norm": "rms", "loop": NO_LOOP})
 
@@ -42,7 +44,6 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
     values = write_decoder(config)
-    # Qwen3 has no biases in its MLP, and no key for them.
     del values["mlp_bias"]
     return {
         "architectures": ["Qwen3ForCausalLM"],

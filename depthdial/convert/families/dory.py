@@ -109,12 +109,28 @@ def _read_format_1(source: SourceConfig, letters: str) -> dict[str, Any]:
         2: (source.number("rope_theta_2", 1e4), source.number("partial_rotary_factor_2", 1.0)),
     }
     used = _profile_of_letters(source.take("rope_profile_layers"), letters)
-    window = source.take("swa_window_size")
+    window = _window(source, "swa_window_size", letters)
+    scale_std = source.number("init_method_std")
+    # The other format's name of it.
+    if source.number("initializer_range", scale_std) != scale_std:
+        raise ValueError(
+            f"the source config has init_method_std={scale_std} and initializer_range="
+            f"{source.take('initializer_range')}; scales are divided by one of them, so they must "
+            "agree."
+        )
     return {
-        "scale_std": source.number("init_method_std"),
+        "scale_std": scale_std,
         "head_dim": head_dim,
-        **_rotation(letters, profiles[used["A"]], profiles[used[SLIDING]], window),
+        **_rotation(profiles[used["A"]], profiles[used[SLIDING]], window),
     }
+
+
+def _window(source: SourceConfig, key: str, letters: str) -> int | None:
+    """Tokens that a sliding layer sees; None where the model has no such layer."""
+    if SLIDING in letters:
+        return source.window(key)
+    source.ignore(key)
+    return None
 
 
 def _profile_of_letters(layers: Any, letters: str) -> dict[str, int]:
@@ -161,20 +177,19 @@ def _read_layer_types(source: SourceConfig, letters: str) -> dict[str, Any]:
         "scale_std": source.number("initializer_range"),
         "head_dim": source.count("head_dim"),
         **_rotation(
-            letters,
             profiles["full_attention"],
             profiles["sliding_attention"],
-            source.take("sliding_window"),
+            _window(source, "sliding_window", letters),
         ),
     }
 
 
 def _rotation(
-    letters: str, full: tuple[float, float], sliding: tuple[float, float], window: Any
+    full: tuple[float, float], sliding: tuple[float, float], window: int | None
 ) -> dict[str, Any]:
     """Rotary fields of ours from (theta, fraction) of the two kinds of attention."""
     fields: dict[str, Any] = {"rope_theta": full[0], "rotary_frac": full[1], "sliding": None}
-    if SLIDING in letters:
+    if window is not None:
         fields["sliding"] = {"window": window, "rope_theta": sliding[0], "rotary_frac": sliding[1]}
     return fields
 

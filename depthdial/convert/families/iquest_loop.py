@@ -28,7 +28,7 @@ def read(source: SourceConfig) -> ModelConfig:
             **read_decoder(source, default_theta=500_000.0),
             "num_loops": num_loops,
             "max_loops": num_loops,
-            "loop": {"update": "replace", "local_window": source.count("loop_window_size", 64)},
+            "loop": {"update": "replace", "local_window": source.window("loop_window_size", 64)},
         }
     )
     return config.with_trained([num_loops])

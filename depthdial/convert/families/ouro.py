@@ -20,6 +20,9 @@ POST_NORMS = ("input_layernorm_2", "post_attention_layernorm_2")
 def read(source: SourceConfig) -> ModelConfig:
     """All loops are supervised in training, so num_loops is max_loops."""
     num_loops = source.count("total_ut_steps")
+    # The released classes have neither biases nor a key for them.
+    for key in ("attention_bias", "mlp_bias"):
+        source.expect(key, False, None)
     # Stopping by threshold is a choice of each request here, not of the model. A fixed exit loop
     # is the same as asking for fewer loops.
     source.number("early_exit_threshold", 1.0)
@@ -47,7 +50,6 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
 
 def to_source(config: ModelConfig) -> dict[str, Any]:
     values = write_decoder(config)
-    # The released classes have neither biases nor a key for them.
     del values["attention_bias"], values["mlp_bias"]
     return {
         "architectures": ["OuroForCausalLM"],
