@@ -27,6 +27,7 @@ from depthdial.hf_call import (
     kept_positions,
 )
 from depthdial.hf_config import DepthdialConfig
+from depthdial.hf_files import bring_to, mixed_formats, widest
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.schedule import NumLoops, allowed_num_loops
 
@@ -258,11 +259,15 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', but strict.
+        """As transformers', but strict, and with the number formats of the file where it has
+        several and `dtype` asks for none.
 
         Raises: ValueError if a tensor is missing, unknown, or of another shape: transformers by
             itself would draw new values for it and go on.
         """
+        formats = mixed_formats(pretrained_model_name_or_path, kwargs)
+        if formats:
+            kwargs = {**kwargs, "dtype": widest(formats)}
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
@@ -276,6 +281,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{pretrained_model_name_or_path}: tensors do not fit the config; "
                 f"{'; '.join(problems)}. Config and weights must come from the same model."
             )
+        if formats:
+            bring_to(model.model, formats)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(

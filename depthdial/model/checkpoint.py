@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import safetensors.torch
@@ -31,6 +33,8 @@ RANDOM_INITIALISERS = (
     nn.init.uniform_,
 )
 WEIGHTS_FILE = "model.safetensors"
+OWN_FORMAT = re.compile(r"(exit_gate|visit_deltas)\.|.*\.(mix_gate|value_embedding)\.")
+"""Matrices whose products are brought to the format of the hidden states afterwards, or before."""
 
 
 def save_model(
@@ -73,6 +77,8 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def load_model(folder: str | Path, *, device: str = "cpu") -> LoopedLM:
     """Open a model directory.
 
+    Matrices in several number formats are brought to one that holds them all: `used_formats`.
+
     Raises:
         FileNotFoundError: the folder or one of its two files is missing.
         ValueError: an unknown config key, a damaged file, or tensors that are missing, unknown,
@@ -82,10 +88,46 @@ def load_model(folder: str | Path, *, device: str = "cpu") -> LoopedLM:
     config = read_config(folder)
     tensors = read_tensors(folder / WEIGHTS_FILE)
     model = empty_model(config)
-    expected = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     _check_tensors(expected, tensors, folder)
-    model.load_state_dict(tensors, assign=True)
-    return model.to(device)
+    modules = dict(model.named_modules())
+    for name, dtype in used_formats(tensors).items():
+        # As `load_state_dict(assign=True)`, which takes half as long as building the model.
+        owner, _, last = name.rpartition(".")
+        modules[owner].register_parameter(last, nn.Parameter(tensors[name].to(dtype)))
+    return model if device == "cpu" else model.to(device)
+
+
+class StoredTensor(Protocol):
+    """A tensor, or what a file's header says of one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def used_formats(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.dtype]:
+    """The number format in which a model uses each of its tensors.
+
+    The matrices that meet the hidden states, and their biases, need a common one: where a file
+    mixes several it is the narrowest that holds them all, so no value changes. Every other tensor
+    has at least that; a wider gain, scale or matrix of OWN_FORMAT keeps its own.
+    """
+    formats = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(formats.values())) == 1:
+        return formats
+    meeting = [name for name, tensor in tensors.items() if _meets_states(name, len(tensor.shape))]
+    common = reduce(torch.promote_types, {formats[name] for name in meeting})
+    return {name: torch.promote_types(dtype, common) for name, dtype in formats.items()}
+
+
+def _meets_states(name: str, num_dimensions: int) -> bool:
+    if OWN_FORMAT.match(name):
+        return False
+    # The biases of a state update are added in float32.
+    return num_dimensions > 1 or (name.endswith(".bias") and not name.startswith("state_update."))
 
 
 def empty_model(config: ModelConfig) -> LoopedLM:

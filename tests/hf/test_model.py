@@ -274,6 +274,34 @@ def test_the_dtype_of_the_file_or_of_the_argument_is_used(opened, tmp_path):
     assert {p.dtype for p in wide.parameters()} == {torch.float32}
 
 
+def test_a_wide_gain_stays_as_wide_as_in_the_file(tmp_path):
+    """transformers rounded it to the format of the others, and the gate was no longer open."""
+    model = toy_model().bfloat16()
+    model.state_update.gamma = torch.nn.Parameter(torch.full((32,), 1.8546))
+    save_model(model, tmp_path / "a")
+    for arguments in ({}, {"dtype": "auto"}):
+        wrapped = AutoModelForCausalLM.from_pretrained(tmp_path / "a", **arguments)
+        assert wrapped.dtype == torch.bfloat16
+        assert torch.equal(wrapped.model.state_update.gamma, model.state_update.gamma)
+        assert torch.equal(wrapped(TOKENS, num_loops=3).logits, model(TOKENS, num_loops=3))
+    wrapped.save_pretrained(tmp_path / "b")
+    stored = safetensors.torch.load_file(tmp_path / "b" / "model.safetensors")
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in stored.items())
+    assert {name for name, t in stored.items() if t.dtype == torch.float32} == {
+        "state_update.gamma"
+    }
+
+
+def test_matrices_in_two_formats_are_opened_in_the_wider_one(tmp_path):
+    model = toy_model().bfloat16()
+    model.embedding.float()
+    save_model(model, tmp_path)
+    wrapped = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in wrapped.parameters()} == {torch.float32}
+    expected = toy_model().bfloat16().float()(TOKENS, num_loops=3)
+    assert torch.allclose(wrapped(TOKENS, num_loops=3).logits, expected, atol=1e-5)
+
+
 def test_a_missing_tensor_is_an_error_and_not_drawn_anew(tmp_path):
     save_model(toy_model(), tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")

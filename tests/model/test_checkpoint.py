@@ -112,6 +112,46 @@ def test_weights_keep_their_dtype(tmp_path):
     assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.bfloat16}
 
 
+def mixed(model, *wide):
+    """A bf16 model with some parameters in float32, of the same values."""
+    model = model.to(torch.bfloat16)
+    for name in wide:
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        module.register_parameter(last, torch.nn.Parameter(getattr(module, last).float()))
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embedding.weight", "core_stack.0.mixer.q_proj.weight", "lm_head.weight",
+     "modulation.mlp_in.bias", "modulation.core.0.down", "state_update.gate.weight"],
+)  # fmt: skip
+def test_matrices_in_two_formats_are_opened_in_the_wider_one(tmp_path, name):
+    """Such a checkpoint was imported, and its first forward failed in a product."""
+    save_model(mixed(LoopedLM(config(), seed=1), name), tmp_path)
+    before, loaded = file_bytes(tmp_path), load_model(tmp_path)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    wide = LoopedLM(config(), seed=1).to(torch.bfloat16).float()
+    tokens = torch.arange(5)[None]
+    assert torch.equal(loaded(tokens, num_loops=3), wide(tokens, num_loops=3))
+    assert file_bytes(tmp_path) == before
+
+
+def test_two_16_bit_formats_are_opened_in_float32(tmp_path):
+    model = LoopedLM(config(), seed=1).to(torch.bfloat16)
+    model.embedding.half()
+    save_model(model, tmp_path)
+    assert {p.dtype for p in load_model(tmp_path).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["state_update.gamma", "final_norm.weight"])
+def test_what_is_no_matrix_keeps_its_format_and_changes_no_other(tmp_path, name):
+    save_model(mixed(LoopedLM(config()), name), tmp_path)
+    wide = [n for n, p in load_model(tmp_path).named_parameters() if p.dtype == torch.float32]
+    assert wide == [name]
+
+
 def test_a_grafted_model_comes_back_with_its_modulation(tmp_path):
     model = LoopedLM(config(modulation=None))
     model.graft_modulation(ModulationConfig(d_cond=8, rank=2, embed_dim=8), seed=3)

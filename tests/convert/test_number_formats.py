@@ -1,0 +1,57 @@
+"""Checkpoints that mix number formats: opened without changing a value, in every family."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+from goldens import GOLDEN
+from published import WEIGHTS, copy_golden
+
+from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
+from depthdial.model.checkpoint import load_model
+
+CASES = ("dory", "huginn", "iquest-loop", "llama", "loopformer", "loopus", "nanbeige", "ouro",
+         "parcae", "qwen3", "rrt-lora")  # fmt: skip
+TABLES = ("freqs_cis", "inv_freq")
+"""Buffers, which are checked against the config to a precision of their own."""
+
+
+def rewrite(folder, format_of):
+    """Give every weight the number format of its place in the file."""
+    tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    changed = {
+        name: tensor if name.endswith(TABLES) else tensor.bfloat16().to(format_of(place))
+        for place, (name, tensor) in enumerate(sorted(tensors.items()))
+    }
+    safetensors.torch.save_file(changed, folder / WEIGHTS)
+    return changed
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_every_other_tensor_in_another_format_gives_the_same_logits(tmp_path, name, turn):
+    """Values of bf16 in float32 are the same values."""
+    plain, mixed = (copy_golden(name, tmp_path / kind) for kind in ("plain", "mixed"))
+    rewrite(plain, lambda place: torch.float32)
+    stored = rewrite(mixed, lambda place: (torch.bfloat16, torch.float32)[(place + turn) % 2])
+    for kind in ("plain", "mixed"):
+        report = import_checkpoint(tmp_path / kind, tmp_path / f"model-{kind}")
+    assert any("computed in float32, which holds them all" in note for note in report.notes)
+    loops = json.loads((tmp_path / "model-mixed" / "config.json").read_text())["num_loops"]
+    tokens = torch.arange(1, 9)[None]
+    expected, found = (
+        load_model(tmp_path / f"model-{kind}")(tokens, num_loops=loops)
+        for kind in ("plain", "mixed")
+    )
+    # Mapped weights and copied ones lie at other addresses, which moves the last bit of a product.
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    export_checkpoint(tmp_path / "model-mixed", tmp_path / "x", family=report.family)
+    again = safetensors.torch.load_file(tmp_path / "x" / WEIGHTS)
+    assert {n: t.dtype for n, t in again.items()} == {n: t.dtype for n, t in stored.items()}
+    assert all(torch.equal(tensor, stored[n]) for n, tensor in again.items())
+
+
+def test_one_format_is_no_note(tmp_path):
+    report = import_checkpoint(GOLDEN / "llama", tmp_path / "a")
+    assert not any("number formats" in note for note in report.notes)
