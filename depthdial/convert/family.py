@@ -44,6 +44,12 @@ class Family:
     """Ours -> a source config in the published spelling, as far as the format can say it."""
     limits: Callable[[ModelConfig], list[str]]
     """What this runtime does differently from the published one, in sentences for people."""
+    choices: Callable[[dict[str, Any]], list[str]] = lambda values: []
+    """Settings of a source config that are a choice of each request here, in sentences."""
+
+    def notes(self, config: ModelConfig, source: dict[str, Any]) -> tuple[str, ...]:
+        """What a user should know of a source config that was read as `config`."""
+        return (*self.choices(source), *self.limits(config))
 
     def write(self, config: ModelConfig, origin: dict[str, Any] | None) -> dict[str, Any]:
         """The source config of an export.

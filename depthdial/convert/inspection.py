@@ -125,7 +125,7 @@ def inspect_source(path: Path) -> Inspection:
         text=text,
         problems=(),
         warnings=tokens.warnings,
-        notes=(*(notes or tokens.notes), *family.limits(opened.config)),
+        notes=(*(notes or tokens.notes), *family.notes(opened.config, opened.values)),
     )
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from goldens import GOLDEN, open_golden, published
+from published import copy_golden, edit_json
 
 import depthdial
 from depthdial.config import ModelConfig
+from depthdial.convert.hf_io import import_checkpoint
 from depthdial.convert.hf_maps import (
     FAMILIES,
     detect,
@@ -22,6 +24,7 @@ from depthdial.convert.hf_maps import (
     select_rules,
 )
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.stopping_rules import stopping_rule
 
 CASES = {
     "dory": "dory",
@@ -95,10 +98,41 @@ def test_another_default_depth_is_written_and_special_tokens_are_kept(name):
     assert map_config(values)[1].num_loops == 1
 
 
-def test_limits_and_summary_are_sentences(case):
+def test_notes_and_summary_are_sentences(case):
     _, opened = case
-    for text in [opened.family.summary, *opened.family.limits(opened.config)]:
+    for text in [opened.family.summary, *opened.family.notes(opened.config, opened.values)]:
         assert text[0].isupper() and text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("ouro", {"early_exit_threshold": 0.5}, "--exit-rule q_exit --exit-threshold 0.5."),
+        ("loopus", {}, "--exit-rule threshold --exit-threshold 0.6."),
+        ("loopus", {"halting_strategy": "cdf"}, "--exit-rule cdf --exit-threshold 0.6."),
+        (
+            "loopus",
+            {"halting_strategy": "convergence"},
+            "--exit-rule convergence --exit-threshold 0.01.",
+        ),
+        ("loopus", {"halting_strategy": "plateau"}, "'plateau', which has no equal here."),
+    ],
+)
+def test_published_stopping_is_told_with_the_flags_that_do_the_same(tmp_path, name, changes, words):
+    """The settings were once dropped without a word."""
+    source = copy_golden(name, tmp_path / "source")
+    edit_json(source / "config.json", **changes)
+    report = import_checkpoint(source, tmp_path / "model")
+    assert any(note.endswith(words) for note in report.notes)
+    if "--" in words:
+        _, rule, _, threshold = words.removesuffix(".").split()
+        assert stopping_rule(rule, float(threshold)).threshold == float(threshold)
+
+
+def test_a_model_that_is_published_to_run_all_loops_has_no_such_note():
+    for threshold in (1.0, None):
+        changed = published("ouro", early_exit_threshold=threshold)
+        assert family_named("ouro").choices(changed) == []
 
 
 def test_an_unknown_tensor_is_named_with_the_nearest_known_one(case):

@@ -22,6 +22,12 @@ BASES: dict[str, Callable[[SourceConfig], ModelConfig]] = {
     "qwen3": QWEN3.read,
 }
 PARTS = ("encoder", "reasoning", "decoder")
+HALTING = {
+    "threshold": ("q_threshold", 0.9),
+    "cdf": ("q_threshold", 0.9),
+    "convergence": ("convergence_epsilon", 0.01),
+}
+"""Published strategy -> the key of its threshold, and that key's default; named alike here."""
 CHANNELS_PER_RANK = 16
 """The gate's low rank is the width divided by this, rounded up."""
 
@@ -132,6 +138,21 @@ def limits(config: ModelConfig) -> list[str]:
     ]
 
 
+def choices(values: dict[str, Any]) -> list[str]:
+    strategy = str(values.get("halting_strategy", "threshold"))
+    if strategy not in HALTING:
+        return [
+            f"The published config stops by halting_strategy='{strategy}', which has no equal here."
+        ]
+    key, default = HALTING[strategy]
+    threshold = values.get(key, default)
+    return [
+        f"The published config stops by halting_strategy='{strategy}' with {key}={threshold}; here "
+        f"every request runs all its loops unless it says --exit-rule {strategy} --exit-threshold "
+        f"{threshold}."
+    ]
+
+
 LOOPUS = Family(
     name="loopus",
     summary="LoopUS: a dense model whose middle layers loop behind a decay gate.",
@@ -140,4 +161,5 @@ LOOPUS = Family(
     rules=rules,
     to_source=to_source,
     limits=limits,
+    choices=choices,
 )

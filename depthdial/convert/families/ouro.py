@@ -70,6 +70,17 @@ def limits(config: ModelConfig) -> list[str]:
     ]
 
 
+def choices(values: dict[str, Any]) -> list[str]:
+    quantile = values.get("early_exit_threshold") or 1.0
+    if quantile >= 1:
+        return []
+    return [
+        f"The published config stops at the quantile early_exit_threshold={quantile:g} of the exit "
+        "gate; here every request runs all its loops unless it says --exit-rule q_exit "
+        f"--exit-threshold {quantile:g}."
+    ]
+
+
 OURO = Family(
     name="ouro",
     summary="Ouro (LoopLM): the whole stack loops, with exit gate and norms on both sides.",
@@ -78,4 +89,5 @@ OURO = Family(
     rules=rules,
     to_source=to_source,
     limits=limits,
+    choices=choices,
 )
