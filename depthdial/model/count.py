@@ -1,68 +1,21 @@
-"""FLOPs, and the plan of parameters, FLOPs and cache, as functions of config and loop count.
+"""Depth, training cost, and the plan of parameters, FLOPs and cache, as functions of the config.
 
-Parameters are in `count_parameters.py`, cache bytes in `count_cache.py`. Nothing here builds a
-model. What the numbers mean for a device or how they are
-printed is decided elsewhere (the `plan` command renders `Plan`).
-
-D model width, H query heads, G key/value heads, C channels per head, F feed-forward
-width, V vocabulary, R low rank, k loops, K max_loops.
+Parameters are in `count_parameters.py`, FLOPs in `count_flops.py`, cache bytes in `count_cache.py`.
+Nothing here builds a model. What the numbers mean for a device or how they are printed is decided
+elsewhere (the `plan` command renders `Plan`).
+k loops, K max_loops.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
-from depthdial.config import CachePolicy, ModelConfig, ModulationConfig
+from depthdial.config import CachePolicy, ModelConfig
 from depthdial.model.count_cache import cache_bytes, require_count
-from depthdial.model.count_parameters import (
-    ParameterCount,
-    block_matrices,
-    count_parameters,
-    gate_matrices,
-    injection_matrices,
-    low_rank_set,
-    num_attention,
-    state_projection,
-)
-
-FLOPS_PER_WEIGHT = 2
-"""One multiplication and one addition per weight and token."""
-TRAINING_FACTOR = 3
-"""Backward through a matrix product costs two products: one per operand."""
-
-QueryPosition = Literal["mean", "last"]
-
-
-@dataclass(frozen=True)
-class FlopsPerToken:
-    """Floating-point operations per token by part."""
-
-    prelude: int
-    core: int
-    coda: int
-    attention: float
-    """Scores and weighted sums of all attention visits; the projections are in their block."""
-    gate: int
-    """Injection and state update: their matrices, once per loop."""
-    modulation: int
-    """Low-rank path of every visited core and coda sublayer."""
-    head: int
-
-    @property
-    def total(self) -> float:
-        """All parts."""
-        return sum(dataclasses.astuple(self))
-
-    def share(self, part: str) -> float:
-        """Fraction of the total spent in one part, e.g. `share("gate")`."""
-        parts = dataclasses.asdict(self)
-        if part not in parts:
-            raise ValueError(f"no part '{part}' in a FLOP count; parts: {', '.join(parts)}.")
-        return parts[part] / self.total
+from depthdial.model.count_flops import flops_per_token
+from depthdial.model.count_parameters import ParameterCount, count_parameters
 
 
 @dataclass(frozen=True)
@@ -149,50 +102,6 @@ def training_cost_ratio(config: ModelConfig, mean_loops: float, *, mixed_frac: f
     return (1 - mixed_frac) + mixed_frac * relative
 
 
-def flops_per_token(
-    config: ModelConfig,
-    num_loops: int,
-    *,
-    context: int,
-    training: bool = False,
-    position: QueryPosition = "mean",
-) -> FlopsPerToken:
-    """Floating-point operations per token of a forward, or of forward and backward.
-
-        2 * (weights of each matrix, times its visits) + 4 * H * C * S * (attention visits)
-
-    S is the number of tokens a query attends to. The gate is counted in every loop, also
-    where `gate_bypass` discards its result.
-    Left out: the embedding look-up, everything elementwise (norms, rotation, softmax,
-    activations, residuals, scale and shift, the state's interpolation), the heads of the
-    modulation (one table per loop count, not per token), document masks (which only lower
-    S), the optimizer, and recomputation.
-
-    Args:
-        context: tokens in the sequence.
-        training: count the backward too, through every loop: three times the forward.
-        position: `mean`, over the tokens of one causal sequence, S = (context + 1) / 2;
-            `last`, the newest token of a decoding step, S = context.
-    """
-    require_count("num_loops", num_loops)
-    require_count("context", context)
-    if position not in ("mean", "last"):
-        raise ValueError(f"position='{position}' is unknown; choose 'mean' or 'last'.")
-    attended = context if position == "last" else (context + 1) / 2
-    score_flops = 2 * FLOPS_PER_WEIGHT * config.num_heads * config.head_dim * attended
-    factor = TRAINING_FACTOR if training else 1
-    per_weight = FLOPS_PER_WEIGHT * factor
-    return FlopsPerToken(
-        prelude=per_weight * block_matrices(config, config.prelude_layout),
-        core=per_weight * _core_weights(config, num_loops),
-        coda=per_weight * (block_matrices(config, config.coda_layout) + state_projection(config)),
-        attention=factor * score_flops * attention_visits(config, num_loops),
-        gate=per_weight * num_loops * (gate_matrices(config) + injection_matrices(config)),
-        modulation=per_weight * _low_rank_visits(config, num_loops),
-        head=per_weight * config.vocab_size * config.d_model,
-    )
-
-
 def plan(
     config: ModelConfig,
     *,
@@ -226,16 +135,17 @@ def plan(
     policy = policy or config.loop.cache_policy
     if mean_loops is None:
         mean_loops = mean_training_loops(config.max_loops, override_frac=0.0)
-    cache = partial(
-        cache_bytes,
-        config,
-        context=context,
-        policy=policy,
-        bytes_per_value=bytes_per_value,
-        batch_size=batch_size,
-    )
     parameters = count_parameters(config)
     weight_bytes = parameters.total * bytes_per_value
+    row = partial(
+        _plan_row,
+        config,
+        context=context,
+        batch_size=batch_size,
+        bytes_per_value=bytes_per_value,
+        policy=policy,
+        weight_bytes=weight_bytes,
+    )
     return Plan(
         parameters=parameters,
         weight_bytes=weight_bytes,
@@ -245,25 +155,32 @@ def plan(
         is_beyond_max_context=context > config.max_context,
         mean_training_loops=mean_loops,
         training_cost_ratio=training_cost_ratio(config, mean_loops, mixed_frac=mixed_frac),
-        rows=tuple(
-            _plan_row(
-                config,
-                loops,
-                context=context,
-                peak=cache(num_loops=loops, phase="prompt_peak"),
-                steady=cache(num_loops=loops, phase="steady"),
-                weight_bytes=weight_bytes,
-            )
-            for loops in num_loops
-        ),
+        rows=tuple(map(row, num_loops)),
     )
 
 
 def _plan_row(
-    config: ModelConfig, num_loops: int, *, context: int, peak: int, steady: int, weight_bytes: int
+    config: ModelConfig,
+    num_loops: int,
+    *,
+    context: int,
+    batch_size: int,
+    bytes_per_value: int,
+    policy: CachePolicy,
+    weight_bytes: int,
 ) -> PlanRow:
     executed = executed_sublayers(config, num_loops)
-    flops = partial(flops_per_token, config, num_loops, context=context)
+    flops = partial(flops_per_token, config, num_loops, context=context, policy=policy)
+    cache = partial(
+        cache_bytes,
+        config,
+        num_loops,
+        context=context,
+        policy=policy,
+        bytes_per_value=bytes_per_value,
+        batch_size=batch_size,
+    )
+    peak = cache(phase="prompt_peak")
     return PlanRow(
         num_loops=num_loops,
         executed_sublayers=executed,
@@ -271,33 +188,10 @@ def _plan_row(
         prompt_flops_per_token=flops(position="mean").total,
         decode_flops_per_token=flops(position="last").total,
         cache_peak_bytes=peak,
-        cache_steady_bytes=steady,
+        cache_steady_bytes=cache(phase="steady"),
         memory_peak_bytes=weight_bytes + peak,
         is_beyond_max_loops=num_loops > config.max_loops,
     )
-
-
-def _low_rank_visits(config: ModelConfig, num_loops: int) -> int:
-    """Weights of the low-rank pairs, times their visits; the prelude has none."""
-    if not isinstance(config.modulation, ModulationConfig):
-        return 0
-    _, core, coda = config.split
-    return 2 * config.modulation.rank * config.d_model * (num_loops * core + coda)
-
-
-def attention_visits(config: ModelConfig, num_loops: int) -> int:
-    """Attention sublayers that one forward runs."""
-    outside = num_attention(config.prelude_layout + config.coda_layout)
-    return outside + num_loops * num_attention(config.core_layout)
-
-
-def _core_weights(config: ModelConfig, num_loops: int) -> int:
-    """Weights of the core's matrices times their visits, low-rank differences included."""
-    weights = num_loops * block_matrices(config, config.core_layout, is_core=True)
-    if config.visit_deltas is None or not config.visit_deltas.rank:
-        return weights
-    with_delta = sum(config.visit_deltas.set_at(loop_idx) >= 0 for loop_idx in range(num_loops))
-    return weights + with_delta * low_rank_set(config)
 
 
 def _require_frac(name: str, value: float) -> None:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from counted import small
 
 from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.model.count import (
@@ -25,24 +26,6 @@ COST_TABLE = json.loads(
 )
 MODELS = COST_TABLE["models"]
 MODEL_IDS = [model["model"] for model in MODELS]
-
-
-def small(**changes: object) -> ModelConfig:
-    """A model small enough to count by hand, with no two widths alike."""
-    fields = {
-        "vocab_size": 50,
-        "d_model": 12,
-        "layout": "AF",
-        "split": (2, 4, 2),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "d_ff": 20,
-        "max_context": 32,
-        "num_loops": 4,
-        "max_loops": 4,
-    }
-    return ModelConfig(**(fields | changes))
 
 
 def with_partition(model: dict) -> ModelConfig:
@@ -157,68 +140,10 @@ def test_wallclock_ratio_follows_the_majority_draw(model):
     assert ratio == pytest.approx(model["wallclock_ratio_if_overridden_ranks_wait"], abs=1e-12)
 
 
-def test_forward_flops_are_two_per_weight_and_visit():
-    flops = flops_per_token(small(), 3, context=9)
-    attention, swiglu = 12 * 24 * 2 + 12 * 12 * 2, 3 * 12 * 20
-    assert flops.prelude == flops.coda == 2 * (attention + swiglu)
-    assert flops.core == 3 * 2 * 2 * (attention + swiglu)
-    assert flops.gate == 3 * 2 * 12 * 12
-    assert flops.head == 2 * 50 * 12
-    assert flops.modulation == 0
-
-
-def test_attention_flops_are_those_of_the_mean_or_the_last_query():
-    visits, width = 1 + 3 * 2 + 1, 24
-    mean = flops_per_token(small(), 3, context=9)
-    last = flops_per_token(small(), 3, context=9, position="last")
-    assert mean.attention == visits * 2 * 2 * width * 5
-    assert last.attention == visits * 2 * 2 * width * 9
-
-
-def test_causal_mean_is_the_average_over_all_positions():
-    per_position = [
-        flops_per_token(small(), 2, context=n, position="last").attention for n in range(1, 9)
-    ]
-    assert flops_per_token(small(), 2, context=8).attention == sum(per_position) / 8
-
-
-def test_modulation_flops_are_the_low_rank_path_of_core_and_coda():
-    config = small(modulation=ModulationConfig(d_cond=8, rank=5, embed_dim=4))
-    assert flops_per_token(config, 3, context=9).modulation == (3 * 4 + 2) * 2 * (2 * 12 * 5)
-
-
-def test_only_the_adaptive_update_spends_gate_flops():
-    for update in ("replace", "residual", "delta"):
-        config = small(loop={"update": update})
-        assert flops_per_token(config, 2, context=8).gate == 0
-
-
-def test_training_costs_three_forwards():
-    forward = flops_per_token(small(), 2, context=8)
-    assert flops_per_token(small(), 2, context=8, training=True).total == 3 * forward.total
-
-
-def test_shares_of_all_parts_add_up_to_one():
-    flops = flops_per_token(preset("gpt-0.5b-modulated"), 5, context=1024)
-    parts = ("prelude", "core", "coda", "attention", "gate", "modulation", "head")
-    assert sum(flops.share(part) for part in parts) == pytest.approx(1.0)
-    assert 0 < flops.share("gate") < flops.share("modulation")
-
-
-def test_an_unknown_part_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="no part 'norms'.*gate, modulation"):
-        flops_per_token(small(), 1, context=8).share("norms")
-
-
 @pytest.mark.parametrize("num_loops", [0, -1, 2.0, "2", True])
 def test_a_loop_count_that_is_not_a_positive_integer_is_refused(num_loops):
     with pytest.raises(ValueError, match="num_loops=.*at least 1"):
         executed_sublayers(small(), num_loops)
-
-
-def test_unknown_position_is_refused():
-    with pytest.raises(ValueError, match="position='first'"):
-        flops_per_token(small(), 2, context=8, position="first")
 
 
 def test_fractions_outside_zero_to_one_are_refused():

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from counted import small
 
 from depthdial.config import CACHE_POLICIES, ModelConfig
 from depthdial.model.count import plan
@@ -14,24 +15,6 @@ from depthdial.model.count_cache import cache_bytes, cache_slots, planned_polici
 COST_TABLE = json.loads(
     (Path(__file__).parents[1] / "golden" / "elr" / "cost_table.json").read_text()
 )
-
-
-def small(**changes: object) -> ModelConfig:
-    """One attention layer in prelude and coda, two in the core."""
-    fields = {
-        "vocab_size": 50,
-        "d_model": 12,
-        "layout": "AF",
-        "split": (2, 4, 2),
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "d_ff": 20,
-        "max_context": 32,
-        "num_loops": 4,
-        "max_loops": 4,
-    }
-    return ModelConfig(**(fields | changes))
 
 
 def with_attention_layers() -> ModelConfig:

@@ -50,7 +50,9 @@ def test_counted_parameters_equal_the_tensors_of_the_model(config):
     assert counted.total == sum(p.numel() for p in model.parameters())
 
 
-def executed_flops(config: ModelConfig, num_loops: int, num_tokens: int) -> int:
+def executed_flops(
+    config: ModelConfig, num_loops: int, num_tokens: int, *, policy: str | None = None
+) -> int:
     """FLOPs of the matrix products that one forward of `num_tokens` tokens dispatches.
 
     In bfloat16, where short contexts take explicit products; the counter does not see into
@@ -62,8 +64,11 @@ def executed_flops(config: ModelConfig, num_loops: int, num_tokens: int) -> int:
     bf16 = torch.autocast("cpu", torch.bfloat16)
     with torch.no_grad(), bf16, model.modulation.tabulated():
         model(tokens_BT, num_loops=num_loops)  # fills the table of conditioning tensors
+        cache = None
+        if policy is not None:
+            cache = LoopCache(config, batch_size=1, capacity=num_tokens, policy=policy)
         with FlopCounterMode(display=False) as counter:
-            model(tokens_BT, num_loops=num_loops)
+            model(tokens_BT, num_loops=num_loops, cache=cache)
     return counter.get_total_flops()
 
 
@@ -75,14 +80,34 @@ def executed_flops(config: ModelConfig, num_loops: int, num_tokens: int) -> int:
         {"loop": {"update": "replace"}},
         {"loop": {"update": "adaptive_delta", "gate_bypass": "first_only"}},
         {"modulation": MODULATION, "tie_embeddings": True},
+        {"loop": {"cache_policy": "share_first"}},
+        {"visit_deltas": {"rank": 2, "sets_by_loop": [-1, 0]}},
+        {"loop": {"local_window": 7}},
+        {"layout": "AFSF", "sliding": {"window": 7}},
     ],
-    ids=["adaptive_delta", "replace", "gate_bypass", "modulated"],
+    ids=[
+        "adaptive_delta",
+        "replace",
+        "gate_bypass",
+        "modulated",
+        "shared keys",
+        "differences",
+        "mixed keys",
+        "windows",
+    ],
 )
 def test_counted_flops_equal_the_executed_matrix_products(changes, num_loops):
     """An unfused causal forward computes all T x T scores, as if each query attended to T."""
     config, num_tokens = variant(**changes), 7
     counted = flops_per_token(config, num_loops, context=num_tokens, position="last")
     assert executed_flops(config, num_loops, num_tokens) == num_tokens * counted.total
+
+
+@pytest.mark.parametrize("policy", ["share_first", "stash_last"])
+def test_counted_flops_of_a_cached_call_equal_the_executed_matrix_products(policy):
+    config, num_tokens = variant(), 7
+    counted = flops_per_token(config, 3, context=num_tokens, position="last", policy=policy)
+    assert executed_flops(config, 3, num_tokens, policy=policy) == num_tokens * counted.total
 
 
 PUBLISHED = (
