@@ -8,7 +8,7 @@ tensors are in `tensor_files.py`, GGUF files in `gguf_io.py`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from depthdial.convert.tensor_files import (
 from depthdial.convert.text_files import LICENCE_PATTERNS, dump_json
 from depthdial.convert.token_files import carried_files
 from depthdial.convert.tokens import TokenReport, export_tokens, import_tokens
-from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config, used_formats
 from depthdial.model.count import count_parameters
 
 
@@ -139,7 +139,7 @@ def import_checkpoint(
         num_source_tensors=len(files.entries),
         num_parameters=count_parameters(config).total,
         num_bytes=total_bytes(opened.specs.values()),
-        limits=opened.family.notes(config, opened.values),
+        limits=(*opened.family.notes(config, opened.values), *_mixed_formats(opened.specs)),
     )
 
 
@@ -192,6 +192,18 @@ def export_checkpoint(
         num_bytes=total_bytes(specs.values()),
         as_it_came=as_it_came,
     )
+
+
+def _mixed_formats(specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """A note where matrices are stored in another number format than they are computed in."""
+    used = used_formats(specs)
+    narrower = [name for name, spec in specs.items() if spec.dtype != used[name]]
+    if narrower:
+        common = str(used[narrower[0]]).removeprefix("torch.")
+        yield (
+            f"its tensors are stored in several number formats and computed in {common}, which "
+            f"holds them all; {len(narrower)} of {len(specs)} are in a narrower one."
+        )
 
 
 def _import_text(opened: OpenedSource, folder: Path) -> TokenReport:
