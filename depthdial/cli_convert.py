@@ -119,6 +119,8 @@ def run_export(options: Options) -> int:
         ("files", ", ".join(report.files)),
     )
     console.print(facts("", rows))
+    if report.warnings:
+        console.print("", bullets("Warnings", report.warnings))
     if report.as_it_came:
         remark("config, tensor names and tokenizer are those of the imported checkpoint.")
     return 0

@@ -12,13 +12,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from depthdial.config import ModelConfig
 from depthdial.convert.gguf_io import GgufFile
-from depthdial.convert.hf_maps import Buffer, Copy, Get, TensorRule, family_named, rules_to_export
+from depthdial.convert.hf_maps import (
+    Buffer,
+    Copy,
+    Family,
+    Get,
+    SourceConfig,
+    TensorRule,
+    family_named,
+    rules_to_export,
+)
 from depthdial.convert.hub import local_source
 from depthdial.convert.model_card import CARD_FILE, loading_code, write_card
 from depthdial.convert.new_folder import new_folder
@@ -80,6 +90,7 @@ class ExportReport:
         folder, family: as asked. files: names in the folder.
         num_tensors, num_bytes: tensors written, and their size.
         as_it_came: the config is the one that an earlier import read.
+        warnings: what the format does not say of the model.
     """
 
     folder: Path
@@ -88,6 +99,7 @@ class ExportReport:
     num_tensors: int
     num_bytes: int
     as_it_came: bool
+    warnings: tuple[str, ...] = ()
 
 
 def import_checkpoint(
@@ -154,8 +166,8 @@ def export_checkpoint(
 
     A model that was imported from this family gets its own config, files and tokenizer back.
 
-    Raises: FileNotFoundError; ValueError if the format cannot say what the model is, a tensor has
-        no place in it, or the destination is taken.
+    Raises: FileNotFoundError; ValueError if the format cannot say what the model is, or that it
+        loops, a tensor has no place in it, or the destination is taken.
     """
     folder, destination = Path(folder), Path(destination)
     known = family_named(family)
@@ -163,6 +175,7 @@ def export_checkpoint(
     origin = Origin.load(folder)
     own = origin if origin is not None and origin.family == family and origin.tensors else None
     values = known.write(config, None if origin is None else origin.config)
+    warnings = _lost_loops(known, config, values)
     as_it_came = own is not None and values == own.config
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
     rules = rules_to_export(
@@ -180,7 +193,7 @@ def export_checkpoint(
             config=config,
             format_name=family,
             loading=loading_code(family, destination.name),
-            limits=known.limits(config),
+            limits=(*known.limits(config), *warnings),
             origin=origin,
         )
         names = tuple(sorted(path.name for path in place.iterdir()))
@@ -191,6 +204,28 @@ def export_checkpoint(
         num_tensors=len(specs),
         num_bytes=total_bytes(specs.values()),
         as_it_came=as_it_came,
+        warnings=warnings,
+    )
+
+
+def _lost_loops(known: Family, config: ModelConfig, values: dict[str, Any]) -> tuple[str, ...]:
+    """A warning where the format does not state how many loops a model is made for.
+
+    Raises: ValueError for a format in which no model loops.
+    """
+    meant = known.read(SourceConfig(values)).max_loops
+    if meant == config.max_loops:
+        return ()
+    deepest = known.to_source(config.replace(num_loops=config.max_loops))
+    if known.read(SourceConfig(deepest)).max_loops == 1:
+        raise ValueError(
+            f"in the format of '{known.name}' no model loops, and this one is made for 1 to "
+            f"{config.max_loops} loops: what was written would run once and no more. Export it "
+            "with --as hf or as a looped family; a model whose config has max_loops 1 is dense."
+        )
+    return (
+        f"The format does not state that the model is made for 1 to {config.max_loops} loops: "
+        f"opened from this export, it counts as made for 1 to {meant}.",
     )
 
 
