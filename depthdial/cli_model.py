@@ -41,27 +41,7 @@ def generate_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--compare", action="store_true", help="continue at several loop counts, one below another"
     )
-    options = (
-        (
-            "--max-new-tokens",
-            "N",
-            None,
-            "most tokens to generate, at least 1 (64, or fewer where the context ends)",
-        ),
-        (
-            "--temperature",
-            "X",
-            "0",
-            "0 takes the most likely token; else at least 1e-6, larger is flatter (0). The next "
-            "three go with a temperature above 0",
-        ),
-        ("--top-k", "N", "0", "keep the N most likely tokens; 0 keeps all (0)"),
-        ("--top-p", "X", "1", "keep the most likely tokens up to this probability, in (0, 1] (1)"),
-        ("--min-p", "X", "0", "drop tokens below this fraction of the likeliest, in [0, 1] (0)"),
-        ("--seed", "N", "0", "equal seeds give equal text, at least 0 (0)"),
-    )
-    for flag, metavar, default, text in options:
-        parser.add_argument(flag, metavar=metavar, default=default, help=text)
+    _add_sampling(parser)
     parser.add_argument(
         "--stop",
         action="append",
@@ -88,6 +68,31 @@ def generate_parser() -> jsonargparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu", help="torch device, e.g. cpu, cuda, mps (cpu)")
     return parser
+
+
+def _add_sampling(parser: jsonargparse.ArgumentParser) -> None:
+    """Flags of how many tokens are drawn, and how."""
+    options = (
+        (
+            "--max-new-tokens",
+            "N",
+            None,
+            "most tokens to generate, at least 1 (64, or fewer where the context ends)",
+        ),
+        (
+            "--temperature",
+            "X",
+            "0",
+            "0 takes the most likely token; else at least 1e-6, larger is flatter (0). The next "
+            "three go with a temperature above 0",
+        ),
+        ("--top-k", "N", "0", "keep the N most likely tokens; 0 keeps all (0)"),
+        ("--top-p", "X", "1", "keep the most likely tokens up to this probability, in (0, 1] (1)"),
+        ("--min-p", "X", "0", "drop tokens below this fraction of the likeliest, in [0, 1] (0)"),
+        ("--seed", "N", "0", "equal seeds give equal text, at least 0 (0)"),
+    )
+    for flag, metavar, default, text in options:
+        parser.add_argument(flag, metavar=metavar, default=default, help=text)
 
 
 def run_generate(options: Options) -> int:

@@ -29,6 +29,7 @@ from depthdial.hf_call import (
 from depthdial.hf_config import DepthdialConfig
 from depthdial.hf_files import bring_to, mixed_formats, widest
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.passes import Begun
 from depthdial.model.schedule import NumLoops, allowed_num_loops
 
 CACHE_FIELD = next(
@@ -111,21 +112,11 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         tokens_BT = check_inputs(input_ids, attention_mask, inputs_embeds, output_attentions)
         loops = self._loops(num_loops, batch_size=tokens_BT.shape[0])
         cache = self._cache_of_call(cache, past_key_values, use_cache, cache_policy)
-        mask_BT, loop_cache = attention_mask, None
-        if cache is not None:
-            loop_cache, mask_BT = cache.open(tokens_BT, attention_mask)
-        is_packed = position_ids is not None and attention_mask is None and cache is None
-        begun = self.model.begin(
-            tokens_BT,
-            num_loops=loops,
-            cache=loop_cache,
-            positions_BT=None if position_ids is None else position_ids.expand(tokens_BT.shape),
-            padding_mask_BT=mask_BT,
-            document_ids_BT=document_numbers(position_ids, tokens_BT.shape) if is_packed else None,
+        begun, mask_BT = self._begin(
+            tokens_BT, attention_mask, position_ids=position_ids, loops=loops, cache=cache
         )
-        states = (
-            RecordedStates(begun.h_in_BTD) if self._wants_states(output_hidden_states) else None
-        )
+        wants_states = self._wants_states(output_hidden_states)
+        states = RecordedStates(begun.h_in_BTD) if wants_states else None
         state_BTD = self.model.final_state(
             begun, num_loops=loops, step_sizes=step_sizes, on_loop=states
         )
@@ -141,6 +132,30 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         )
         as_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
         return output.to_tuple() if as_tuple else output
+
+    def _begin(
+        self,
+        tokens_BT: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        position_ids: Tensor | None,
+        loops: NumLoops,
+        cache: DepthdialCache | None,
+    ) -> tuple[Begun, Tensor | None]:
+        """The call with its prelude run, and the part of the padding mask that belongs to it."""
+        mask_BT, loop_cache = attention_mask, None
+        if cache is not None:
+            loop_cache, mask_BT = cache.open(tokens_BT, attention_mask)
+        is_packed = position_ids is not None and attention_mask is None and cache is None
+        begun = self.model.begin(
+            tokens_BT,
+            num_loops=loops,
+            cache=loop_cache,
+            positions_BT=None if position_ids is None else position_ids.expand(tokens_BT.shape),
+            padding_mask_BT=mask_BT,
+            document_ids_BT=document_numbers(position_ids, tokens_BT.shape) if is_packed else None,
+        )
+        return begun, mask_BT
 
     def _loops(self, num_loops: NumLoops | None, *, batch_size: int) -> NumLoops:
         """Checked loop counts, on the CPU: generation moves every tensor to the model's device."""

@@ -75,21 +75,18 @@ def generate(
         prompt and limit beyond `max_context`, a rule that does not go with model or cache, or
         logits that are no finite numbers.
     """
-    _check_whole("max_new_tokens", max_new_tokens)
     if prefill_chunk is not None:
         _check_whole("prefill_chunk", prefill_chunk)
     _check_ids(stop_ids, "stop_ids", vocab_size=model.config.vocab_size)
     _check_prompts(model, prompts, max_new_tokens=max_new_tokens)
-    sampling = Sampling() if sampling is None else sampling
     batch_size = len(prompts)
     loops = allowed_num_loops(model.config, _per_row(num_loops), batch_size=batch_size)
-    device = model.embedding.weight.device
     cache = LoopCache(
         model.config,
         batch_size=batch_size,
         capacity=max(map(len, prompts)) + max_new_tokens,
         policy=cache_policy,
-        device=device,
+        device=model.embedding.weight.device,
     )
     if stop_rule is not None:
         check_can_stop(model.config, stop_rule, cache=cache)
@@ -103,20 +100,14 @@ def generate(
             loops,
             cache=cache,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=sampling or Sampling(),
             stop_ids=stop_ids,
             is_complete=is_complete,
             stop_rule=stop_rule,
         )
     most_loops = torch.as_tensor(loops).expand(batch_size).tolist()
     return [
-        Generation(
-            decoded.new_ids[row],
-            most_loops[row],
-            len(prompt),
-            "length" if bool(decoded.is_open_B[row]) else "stop",
-            None if stop_rule is None else statistics.fmean(decoded.loops_of_tokens[row]),
-        )
+        decoded.row(row, prompt, num_loops=most_loops[row], has_rule=stop_rule is not None)
         for row, prompt in enumerate(prompts)
     ]
 
@@ -127,6 +118,16 @@ class _Decoded(NamedTuple):
     new_ids: list[list[int]]
     loops_of_tokens: list[list[int]]
     is_open_B: Tensor
+
+    def row(self, row: int, prompt: Sequence[int], *, num_loops: int, has_rule: bool) -> Generation:
+        """What became of one prompt."""
+        return Generation(
+            self.new_ids[row],
+            num_loops,
+            len(prompt),
+            "length" if bool(self.is_open_B[row]) else "stop",
+            statistics.fmean(self.loops_of_tokens[row]) if has_rule else None,
+        )
 
 
 def _decode(
@@ -248,6 +249,7 @@ def _check_prompts(
     model: LoopedLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> None:
     config = model.config
+    _check_whole("max_new_tokens", max_new_tokens)
     if not prompts:
         raise ValueError("no prompts were given; give at least one.")
     for row, prompt in enumerate(prompts):
