@@ -136,8 +136,8 @@ def block_places(config: ModelConfig) -> list[range]:
     return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def check_dense(config: ModelConfig) -> None:
-    """Refuse a model whose split means something already. Raises: ValueError."""
+def loop_traces(config: ModelConfig) -> list[str]:
+    """Fields by which the split of a model means something; none for a dense model."""
     values = config.to_dict()
     wrong = []
     for key, wanted in DENSE.items():
@@ -148,6 +148,12 @@ def check_dense(config: ModelConfig) -> None:
             wrong.append(f"{key}={found!r} instead of {wanted!r}")
     if config.final_norm not in ("head", "none"):
         wrong.append(f"final_norm='{config.final_norm}' instead of 'head'")
+    return wrong
+
+
+def check_dense(config: ModelConfig) -> None:
+    """Refuse a model whose split means something already. Raises: ValueError."""
+    wrong = loop_traces(config)
     if wrong:
         raise ValueError(
             "a window is chosen in a dense model, one that runs its layers once, but the base has "

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from depthdial.config import ModelConfig
+from depthdial.config import CACHE_POLICIES, FEED_FORWARD, ModelConfig
+from depthdial.convert.base_model import loop_traces
 from depthdial.convert.source_config import WITHOUT_EFFECT, SourceConfig
 from depthdial.convert.tensor_rules import TensorRule
 
@@ -24,6 +25,9 @@ NOT_IN_SOURCES = {
 }
 """Fields of ours that a published format may leave out: they concern training, or what our own
 tools do beyond it."""
+
+SAME_AT_ONE_LOOP = tuple(policy for policy in CACHE_POLICIES if policy != "stash_last")
+"""Cache policies that keep the entries of the only loop; stash_last runs another pass for them."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,17 @@ class Family:
         """
         if origin is not None and not self._differences(config, origin):
             return dict(origin)
-        values = self.to_source(config)
-        if origin is not None and self.matches(origin):
-            values |= {key: origin[key] for key in origin if key in WITHOUT_EFFECT}
-        different = self._differences(config, values)
-        if different:
+        try:
+            values = self.to_source(config)
+            if origin is not None and self.matches(origin):
+                values |= {key: origin[key] for key in origin if key in WITHOUT_EFFECT}
+            problem = "; ".join(self._differences(config, values))
+        except ValueError as error:
+            problem = str(error).removesuffix(".")
+        if problem:
             raise ValueError(
-                f"the format of '{self.name}' cannot say what this model is: "
-                f"{'; '.join(different)}. Export it with another family, or as this project's own "
-                "format."
+                f"this model cannot be written as '{self.name}': {problem}. Export it as another "
+                "family, or as 'hf', which can say everything."
             )
         return values
 
@@ -77,12 +83,40 @@ class Family:
         """Fields in which a source config means another model than ours."""
         if not self.matches(values):
             return [f"it is not a config of '{self.name}'"]
-        meant, ours = _flat(self.read(SourceConfig(values))), _flat(config)
-        return [
-            f"{key}={ours.get(key)!r} would be read as {meant.get(key)!r}"
-            for key in sorted(meant.keys() | ours.keys())
-            if key not in NOT_IN_SOURCES and meant.get(key) != ours.get(key)
-        ]
+        meant = self.read(SourceConfig(values, called="the config that it would get"))
+        # A format that has no split, or no policy, still says a dense model that has one.
+        return min(
+            _differing(meant, config), _differing(simplest(meant), simplest(config)), key=len
+        )
+
+
+def _differing(meant: ModelConfig, config: ModelConfig) -> list[str]:
+    """Fields in which one config would be another, but for those that no format says."""
+    read, ours = _flat(meant), _flat(config)
+    return [
+        f"{key}={ours.get(key)!r} would be read as {read.get(key)!r}"
+        for key in sorted(read.keys() | ours.keys())
+        if key not in NOT_IN_SOURCES and read.get(key) != ours.get(key)
+    ]
+
+
+def simplest(config: ModelConfig) -> ModelConfig:
+    """One config for all that are the same dense model by construction.
+
+    At one loop the whole stack is a core that runs once, wherever it is split; a final norm in
+    each loop is one before the head, and most cache policies are the same.
+    """
+    dense = config.replace(final_norm="head") if config.final_norm == "loop" else config
+    if loop_traces(dense):
+        return config
+    if dense.loop.cache_policy in SAME_AT_ONE_LOOP:
+        dense = dense.replace(**{"loop.cache_policy": "per_loop"})
+    has_edges = FEED_FORWARD in dense.prelude_layout + dense.coda_layout
+    if dense.core_d_ff not in (None, dense.d_ff) and has_edges:
+        # Two widths of MLP need the split that says which layers have which.
+        return dense
+    d_ff = dense.core_d_ff or dense.d_ff
+    return dense.replace(split=[0, sum(dense.split), 0], d_ff=d_ff, core_d_ff=None)
 
 
 def _flat(config: ModelConfig) -> dict[str, Any]:
@@ -98,6 +132,7 @@ def _flat(config: ModelConfig) -> dict[str, Any]:
 
     visit(config.to_dict(), "")
     flat["layout"] = config.sublayers
-    if config.core_d_ff == config.d_ff:
-        flat.pop("core_d_ff", None)
+    for name, default in (("core_d_ff", config.d_ff), ("qk_norm_eps", config.norm_eps)):
+        if flat.get(name) == default:
+            del flat[name]
     return flat

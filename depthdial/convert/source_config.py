@@ -96,12 +96,16 @@ class SourceConfig:
 
     WITHOUT_EFFECT and LIBRARY_DEFAULTS count as read.
 
-    Args: values: the dictionary; where: dotted prefix of its keys in messages.
+    Args: values: the dictionary; where: dotted prefix of its keys in messages; called: what it is
+        called there.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], where: str = "", *, called: str = "the source config"
+    ) -> None:
         self._values = values
         self._where = where
+        self.called = called
         self._read = {*WITHOUT_EFFECT, *LIBRARY_DEFAULTS}
         self._sections: list[SourceConfig] = []
 
@@ -123,7 +127,7 @@ class SourceConfig:
         self._read.add(key)
         if key not in self._values:
             raise ValueError(
-                f"the source config has no '{self._where}{key}'."
+                f"{self.called} has no '{self._where}{key}'."
                 f"{nearest_name(key, sorted(set(self._values) - self._read))}"
             )
         return self._values[key]
@@ -134,7 +138,7 @@ class SourceConfig:
         layers = self.count(key)
         if layers > MOST_LAYERS:
             raise ValueError(
-                f"'{self._where}{key}' is {layers} in the source config; this runtime opens models "
+                f"'{self._where}{key}' is {layers} in {self.called}; this runtime opens models "
                 f"of at most {MOST_LAYERS} layers."
             )
         return layers
@@ -146,7 +150,7 @@ class SourceConfig:
         # bool is an int in Python, and True would pass for one loop.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(
-                f"'{self._where}{key}' is {value!r} in the source config; it must be a positive "
+                f"'{self._where}{key}' is {value!r} in {self.called}; it must be a positive "
                 "whole number."
             )
         return value
@@ -156,7 +160,7 @@ class SourceConfig:
         tokens = self.count(key, default)
         if tokens > MAX_CONTEXT:
             raise ValueError(
-                f"'{self._where}{key}' is {tokens} in the source config; this runtime opens models "
+                f"'{self._where}{key}' is {tokens} in {self.called}; this runtime opens models "
                 f"whose windows have at most {MAX_CONTEXT} tokens."
             )
         return tokens
@@ -167,8 +171,7 @@ class SourceConfig:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(
-                f"'{self._where}{key}' is {value!r} in the source config; it must be a positive "
-                "number."
+                f"'{self._where}{key}' is {value!r} in {self.called}; it must be a positive number."
             )
         return float(value)
 
@@ -177,7 +180,7 @@ class SourceConfig:
         value = self.take(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ValueError(f"'{self._where}{key}' is {value!r} in the source config, not a bool.")
+            raise ValueError(f"'{self._where}{key}' is {value!r} in {self.called}, not a bool.")
         return value
 
     def expect(self, key: str, *allowed: Any, default: Any = None) -> Any:
@@ -193,7 +196,7 @@ class SourceConfig:
                 return value
         shown = " or ".join(repr(candidate) for candidate in allowed)
         raise ValueError(
-            f"the source config has '{self._where}{key}' = {value!r}, which this runtime cannot "
+            f"{self.called} has '{self._where}{key}' = {value!r}, which this runtime cannot "
             f"do; it can do {shown}."
         )
 
@@ -211,7 +214,7 @@ class SourceConfig:
             return None
         if not isinstance(value, Mapping):
             raise ValueError(f"'{self._where}{key}' is {value!r}, not a group of keys.")
-        inner = SourceConfig(value, f"{self._where}{key}.")
+        inner = SourceConfig(value, f"{self._where}{key}.", called=self.called)
         self._sections.append(inner)
         return inner
 
@@ -226,7 +229,7 @@ class SourceConfig:
         unread = [f"'{key}'.{_nearest(key, known)}" for key in self.unused()]
         if unread:
             raise ValueError(
-                f"{len(unread)} keys of the source config have no known meaning, so the model "
+                f"{len(unread)} keys of {self.called} have no known meaning, so the model "
                 "would not be the published one: " + " ".join(unread)
             )
 

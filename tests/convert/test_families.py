@@ -4,11 +4,19 @@ import re
 
 import pytest
 import torch
-from goldens import open_golden, published
+from goldens import GOLDEN, open_golden, published
 
 from depthdial.convert.families.parcae import value_layers
-from depthdial.convert.hf_maps import family_named, map_config, rules_to_export, select_rules
+from depthdial.convert.hf_maps import (
+    FAMILIES,
+    family_named,
+    map_config,
+    rules_to_export,
+    select_rules,
+)
 from depthdial.model.looped_lm import LoopedLM
+
+CASES = sorted({path.name for path in GOLDEN.iterdir()} & {family.name for family in FAMILIES})
 
 
 def without(case, *keys):
@@ -327,13 +335,57 @@ def test_value_tables_and_gates_of_parcae_that_do_not_meet_are_refused():
         ("ouro", {}, "exit_gate='none'"),
         ("llama", {"qk_norm": "rms"}, "qk_norm='rms' would be read as 'none'"),
         ("qwen3", {}, "qk_norm='none' would be read as 'rms'"),
-        ("dory", {}, "norm='ngpt', not 'pre'"),
+        ("dory", {}, "norm='pre', and the format is for norm='ngpt'"),
+        ("parcae", {}, r"split=\[0, 12, 0\], and the format has whole layers"),
+        ("retrofit", {}, r"split=\[0, 12, 0\], and the format has whole layers"),
+        ("retrofit", {"split": [4, 4, 4], "max_loops": 2}, "loop.injection='none' would be read"),
+        ("huginn", {"split": [4, 4, 4]}, "the format has no such biases"),
+        ("nanbeige", {"split": [2, 8, 2], "max_loops": 2}, r"split=\[2, 8, 2\] with num_loops=1"),
+        ("llama", {"loop.cache_policy": "stash_last"}, "cache_policy='stash_last' would be read"),
     ],
 )
 def test_a_format_that_cannot_say_the_model_is_refused(family, changes, message):
     config = open_golden("llama").config.replace(**changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"cannot be written as '{family}': .*{message}"):
         family_named(family).write(config, None)
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("case_name", CASES)
+def test_every_family_says_a_model_or_why_it_cannot(case_name, family):
+    """Parcae's own complaint about a config that nobody had seen was once all that was printed."""
+    config = open_golden(case_name).config
+    try:
+        values = family_named(family).write(config, None)
+    except ValueError as error:
+        start = f"this model cannot be written as '{family}': "
+        assert re.match(f"{start}.*[a-z_]=.*Export it as", str(error))
+    else:
+        assert case_name == family or (case_name, family) == ("llama", "nanbeige")
+        assert map_config(values)[0].name == family
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"split": [4, 4, 4]},
+        {"split": [0, 2, 10], "loop.cache_policy": "share_first"},
+        {"final_norm": "loop"},
+        {"split": [4, 8, 0], "core_d_ff": 80},
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "nanbeige"])
+def test_a_dense_model_is_written_wherever_it_is_split(family, changes):
+    """merge-first-pass leaves a split of three parts, which no dense format has."""
+    base = open_golden("qwen3" if family == "qwen3" else "llama").config
+    values = family_named(family).write(base.replace(**{**changes, "d_ff": 80}), None)
+    assert map_config(values)[1].replace(d_ff=base.d_ff) == base
+
+
+def test_a_dense_model_of_two_widths_is_refused():
+    config = open_golden("llama").config.replace(split=[4, 4, 4], core_d_ff=9)
+    with pytest.raises(ValueError, match="core_d_ff=9 would be read as None"):
+        family_named("llama").write(config, None)
 
 
 def test_an_origin_of_another_family_gives_no_keys():

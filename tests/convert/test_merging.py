@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from depthdial.config import LoopConfig, ModelConfig, VisitDeltaConfig
+from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
 from depthdial.convert.methods import MergeOptions
 from depthdial.convert.retrofit import retrofit
+from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
 
 TOKENS = torch.randint(0, 31, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -43,6 +45,19 @@ def test_the_dense_model_is_the_first_pass(sets, norm, norms):
     with torch.no_grad():
         difference = dense(TOKENS, num_loops=1) - model(TOKENS, num_loops=1)
     assert float(difference.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("family", "qk_norm"), [("llama", "none"), ("qwen3", "rms")])
+def test_the_dense_model_goes_to_a_dense_format(tmp_path, family, qk_norm):
+    """Its split in three parts, without effect at one loop, was refused by every format."""
+    dense = merged(elastic(qk_norm=qk_norm))
+    save_model(dense, tmp_path / "model")
+    export_checkpoint(tmp_path / "model", tmp_path / "x", family=family)
+    import_checkpoint(tmp_path / "x", tmp_path / "again")
+    again = load_model(tmp_path / "again")
+    assert (dense.config.split, again.config.split) == ((2, 2, 2), (0, 6, 0))
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS, num_loops=1), dense(TOKENS, num_loops=1))
 
 
 def test_the_differences_of_later_passes_are_left_behind():

@@ -247,10 +247,10 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
     modes = {ours: theirs for theirs, ours in CACHE_POLICIES.items()}
     ngpt, sliding = config.ngpt, config.sliding
     if ngpt is None:
-        raise ValueError(f"the format of 'dory' is for norm='ngpt', not '{config.norm}'.")
+        raise ValueError(f"norm='{config.norm}', and the format is for norm='ngpt'.")
     if config.loop.cache_policy not in modes:
         raise ValueError(
-            f"the format of 'dory' has no cache policy '{config.loop.cache_policy}'; it knows "
+            f"loop.cache_policy='{config.loop.cache_policy}', and the format knows "
             f"{', '.join(modes)}."
         )
     return {

@@ -43,7 +43,7 @@ def read(source: SourceConfig) -> ModelConfig:
     # The bias tensor has one row per query head for queries and keys alike.
     if fields["num_kv_heads"] != fields["num_heads"]:
         raise ValueError(
-            f"the source config has qk_bias with n_heads={fields['num_heads']} and "
+            f"{source.called} has qk_bias with n_heads={fields['num_heads']} and "
             f"num_key_value_heads={fields['num_kv_heads']}; the format has no such biases."
         )
     config = ModelConfig.from_dict(
@@ -76,7 +76,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
 
 
 def to_source(config: ModelConfig) -> dict[str, Any]:
-    return {**write_raven(config), "rope_base": config.rope_theta}
+    return {**write_raven(config), "qk_bias": True, "rope_base": config.rope_theta}
 
 
 def limits(config: ModelConfig) -> list[str]:

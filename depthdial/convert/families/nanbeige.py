@@ -10,7 +10,7 @@ from typing import Any
 
 from depthdial.config import ModelConfig
 from depthdial.convert.families.decoder_layers import decoder_rules, read_decoder, write_decoder
-from depthdial.convert.family import Family
+from depthdial.convert.family import Family, simplest
 from depthdial.convert.source_config import SourceConfig
 from depthdial.convert.tensor_rules import TensorRule
 
@@ -105,7 +105,7 @@ def _loop_split(source: SourceConfig, num_layers: int) -> tuple[int, list[int]]:
     if num_layers % middle:
         raise ValueError(
             f"'loop_middle_layers' is {middle}, which does not divide num_hidden_layers="
-            f"{num_layers} in the source config."
+            f"{num_layers} in {source.called}."
         )
     below = (num_layers - middle) // 2
     split = [2 * below, 2 * middle, 2 * (num_layers - middle - below)]
@@ -117,7 +117,14 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
 
 
 def to_source(config: ModelConfig) -> dict[str, Any]:
+    # A dense model needs no split, wherever it has one.
+    config = simplest(config)
     is_split = config.split[0] > 0 or config.split[2] > 0
+    if is_split and sum(config.split) != (config.num_loops - 1) * config.split[1]:
+        raise ValueError(
+            f"split={list(config.split)} with num_loops={config.num_loops}, and the format loops m "
+            "of L layers (L + m) / m times."
+        )
     return {
         "architectures": ["NanbeigeForCausalLM"],
         "model_type": "nanbeige",

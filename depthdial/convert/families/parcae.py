@@ -14,7 +14,12 @@ import torch
 
 from depthdial.config import ModelConfig
 from depthdial.convert.families.decoder_layers import cos_sin_rule, head_rules
-from depthdial.convert.families.raven_layers import PARTS, block_names, read_mean_loops
+from depthdial.convert.families.raven_layers import (
+    PARTS,
+    block_names,
+    layers_of_parts,
+    read_mean_loops,
+)
 from depthdial.convert.family import Family
 from depthdial.convert.source_config import SourceConfig
 from depthdial.convert.tensor_rules import Rename, TensorRule
@@ -172,7 +177,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
 
 
 def to_source(config: ModelConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
+    scaling, layers = config.rope_scaling, layers_of_parts(config)
     return {
         **{key: allowed[0] for key, allowed in MUST_BE.items()},
         "name": "depthdial-export",
@@ -189,7 +194,7 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
             "rope_base": config.rope_theta,
         },
         "norm_eps": config.norm_eps,
-        **{f"n_layers_in_{part}": n // 2 for part, n in zip(PARTS, config.split, strict=True)},
+        **{f"n_layers_in_{part}": n for part, n in zip(PARTS, layers, strict=True)},
         "recurrent_embedding_dimension": config.d_model,
         "recurrent_intermediation_embedding_dimension": config.core_d_ff or config.d_ff,
         "recurrent_num_attention_heads": None,

@@ -148,11 +148,22 @@ def _block_rules(config: ModelConfig, theirs: str, attention: str, mlp: str) -> 
     return found
 
 
+def layers_of_parts(config: ModelConfig) -> list[int]:
+    """Layers of prelude, core and coda. Raises: ValueError for none, or half of one."""
+    if any(sublayers % 2 or not sublayers for sublayers in config.split):
+        raise ValueError(
+            f"split={list(config.split)}, and the format has whole layers of two sublayers, at "
+            "least one each in prelude, core and coda."
+        )
+    return [sublayers // 2 for sublayers in config.split]
+
+
 def write_raven(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_raven` reads."""
-    layers = [sublayers // 2 for sublayers in config.split]
+    """The keys that `read_raven` reads. Raises: ValueError for a part without layers."""
+    layers = layers_of_parts(config)
     mean = config.num_loops
-    std = (config.loop.random_state_std or 0.0) / config.embed_scale
+    noise_std = config.loop.random_state_std
+    std = config.init_std if noise_std is None else noise_std / config.embed_scale
     depth = layers[0] + layers[1] * mean + layers[2]
     return {
         "architectures": ["RavenForCausalLM"],
@@ -182,7 +193,6 @@ def write_raven(config: ModelConfig) -> dict[str, Any]:
         "norm_eps": config.norm_eps,
         "num_key_value_heads": config.num_kv_heads,
         "padded_vocab_size": config.vocab_size,
-        "qk_bias": config.attention_bias == "qk",
         "state_init": "like-init",
         "test_time_noise": 0,
         "test_time_noise_type": "fixed",

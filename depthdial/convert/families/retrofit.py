@@ -69,12 +69,12 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
     values = {
         **write_raven(config),
         **write_rope(config),
+        "qk_bias": False,
         "rope_base": config.rope_theta,
         "max_position_embeddings": config.max_context,
     }
     if config.loop.initial_state == "prelude":
         values["initial_state_mode"] = "embed-init"
-        values["init_values"]["std"] = config.init_std
     return values
 
 
