@@ -1,0 +1,39 @@
+"""What run folders in tests hold, and how they are looked at."""
+
+import json
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from depthdial.config import LoopConfig
+
+CONFIG = LoopConfig(update="residual")
+
+
+def writer(value, *, num_values=200):
+    """Writes a model folder and optimizer state whose contents depend on `value`."""
+
+    def write(folder):
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps({"value": value}))
+        weights = {"weight": np.full(num_values, value, dtype=np.float32)}
+        save_file(weights, folder / "model" / "model.safetensors")
+        save_file(weights, folder / "optimizer.safetensors")
+
+    return write
+
+
+def saved_value(checkpoint):
+    return float(load_file(checkpoint.path / "optimizer.safetensors")["weight"][0])
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def tree_bytes(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
