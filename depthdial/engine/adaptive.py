@@ -113,7 +113,7 @@ def check_can_stop(
             "loop.update='anchored' mixes the first loop's result in after the last loop, so a "
             "row cannot stop before it. Choose the number of loops beforehand."
         )
-    if cache is not None and cache.policy.startswith("parcae:compress-last"):
+    if cache is not None and cache.counts_from_last:
         raise ValueError(
             f"cache policy '{cache.policy}' counts loops from the last one, which is not known "
             "before a row stops. Use per_loop, last_step, or a policy that counts from the first."

@@ -57,6 +57,11 @@ class CacheRule:
         """Whether the buffer that is read can differ from token to token, or row to row."""
         return self.grouping != "loop" or self.missing != "refuse"
 
+    @property
+    def counts_from_last(self) -> bool:
+        """Whether a loop's group depends on how many loops there are to be."""
+        return self.grouping == "last"
+
     def group(self, loop_idx: int, num_loops_B: Tensor) -> Tensor:
         """Group that a loop writes and reads, for rows that run `num_loops_B` loops [B]."""
         ones_B = torch.ones_like(num_loops_B)
@@ -114,9 +119,9 @@ def cache_rule(policy: str, config: ModelConfig) -> CacheRule:
         return NAMED_RULES[policy]
     parts = PUBLISHED_POLICY.fullmatch(policy)
     assert parts is not None, f"'{policy}' was checked"
-    if parts["parcae"] is not None:
-        return _by_loops(policy, parts["parcae"], int(parts["count"]))
-    return _by_layers(policy, parts["huginn"], num_layers=_core_attention_layers(config))
+    if parts["by_loops"] is not None:
+        return _by_loops(policy, parts["by_loops"], int(parts["count"]))
+    return _by_layers(policy, parts["by_layers"], num_layers=_core_attention_layers(config))
 
 
 def _core_attention_layers(config: ModelConfig) -> int:

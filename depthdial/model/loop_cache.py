@@ -86,6 +86,11 @@ class LoopCache:
         """Whether one more pass over the core, on `stash_slots`, has to follow the loops."""
         return self._rule.kept == "stash"
 
+    @property
+    def counts_from_last(self) -> bool:
+        """Where a loop's entry goes depends on how many loops there are to be."""
+        return self._rule.counts_from_last
+
     def open_call(
         self,
         shape: tuple[int, int],
