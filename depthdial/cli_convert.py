@@ -135,7 +135,7 @@ COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[O
 
 def _print_import(report: ImportReport) -> None:
     config, tokens = report.config, report.tokens
-    stops = ", ".join(map(str, tokens.stop_ids)) or "none"
+    stops = ", ".join(map(str, sorted(tokens.stop_ids))) or "none"
     console = result_console()
     console.print(str(report.folder), style="bold", soft_wrap=True)
     console.print(

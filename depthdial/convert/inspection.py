@@ -173,7 +173,7 @@ def _problems(path: Path, family: Family, values: dict[str, Any]) -> list[str]:
 
 def _stated_text(folder: Path, tokens: TokenReport) -> TextFacts:
     if not tokens.has_tokenizer:
-        stops = tuple(map(str, tokens.stop_ids))
+        stops = tuple(map(str, sorted(tokens.stop_ids)))
         return TextFacts(None, stops, (), tokens.template_in)
     tokenizer = Tokenizer.from_file(folder / TOKENIZER_FILE)
     return _text_facts(tokenizer, tokens.stop_ids, tokens.opening_ids, tokens.template_in)
@@ -188,7 +188,9 @@ def _text_facts(
     def spelled(ids: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(f"{tokenizer.token_of(token_id)} ({token_id})" for token_id in ids)
 
-    return TextFacts(tokenizer.vocab_size, spelled(stop_ids), spelled(opening_ids), template_in)
+    # Any of them ends a text; files list them in orders of their own.
+    stops = spelled(tuple(sorted(stop_ids)))
+    return TextFacts(tokenizer.vocab_size, stops, spelled(opening_ids), template_in)
 
 
 def _formats(files: TensorFiles | GgufFile) -> tuple[str, ...]:

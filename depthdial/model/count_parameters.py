@@ -27,8 +27,10 @@ class ParameterCount:
     prelude: int
     core: int
     coda: int
+    injection: int
+    """What brings the prelude output into each loop."""
     state_update: int
-    """Injection and projection of the state included."""
+    """Projection of the state included."""
     modulation: int
     final_norm: int
     head: int
@@ -71,7 +73,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         prelude=_block(config, config.prelude_layout, below["prelude"]) + prelude_norm,
         core=_block(config, config.core_layout, below["core"], is_core=True),
         coda=_block(config, config.coda_layout, below["coda"]),
-        state_update=_state_update(config) + _injection(config) + state_projection(config),
+        injection=_injection(config),
+        state_update=_state_update(config) + state_projection(config),
         modulation=_modulation(config),
         final_norm=0 if config.final_norm == "none" else d_model,
         head=head + (config.vocab_size if config.ngpt is not None else 0),

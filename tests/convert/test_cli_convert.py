@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -153,6 +154,28 @@ def test_inspect_shows_a_folder_that_was_imported(cli, source, tmp_path):
     assert code == 0
     assert "model folder, imported from source" in words(out) and "family ouro" in words(out)
     assert "generation stops at </s> (2)" in words(out)
+
+
+def test_stop_ids_stand_in_one_order_before_and_after_the_import(cli, tmp_path):
+    """The files of the source and of the model folder list them in orders of their own."""
+    folder = copy_golden("ouro", tmp_path / "source")
+    add_tokenizer(folder)
+    edit_json(folder / "config.json", eos_token_id=6, bos_token_id=1)
+    edit_json(folder / "tokenizer_config.json", eos_token="</s>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 6, 5]}')
+    _, imported, _ = cli("import", folder, tmp_path / "model")
+    assert "stop ids 2, 5, 6, 7" in words(imported)
+    stops = [
+        re.search(r"generation stops at (.*?) chat template", words(cli("inspect", path).out))[1]
+        for path in (folder, tmp_path / "model")
+    ]
+    assert stops[0] == stops[1] and re.findall(r"\((\d)\)", stops[0]) == ["2", "5", "6", "7"]
+
+
+def test_inspect_names_the_adapter_of_a_core_as_injection(cli):
+    """It once stood under the state update, which has no weights in this model."""
+    out = words(cli("inspect", GOLDEN / "huginn").out)
+    assert "injection 3.20k 2.5%" in out and "state update" not in out
 
 
 def test_inspect_shows_a_run_and_its_checkpoint(cli, tiny_run):
