@@ -21,7 +21,7 @@ from depthdial.convert.retrofit import convert
 from depthdial.data.packing import Batch
 from depthdial.model.checkpoint import load_model
 from depthdial.train.patterns import freeze_parameters
-from depthdial.train.pretrain import train
+from depthdial.train.pretrain import resume, train
 from depthdial.train.run_dir import RunDir
 from depthdial.train.step import LossModule
 
@@ -101,17 +101,19 @@ def start_folder(arm: Arm, task: Task, base: Path, root: Path, *, seed: int) -> 
 
 
 def run_arm(arm: Arm, task: Task, start: Path, root: Path, *, seed: int, steps: int) -> TrainedArm:
-    """Train from a start folder and find the checkpoint; a finished run is only looked up.
+    """Train from a start folder, or go on where a run was stopped, and find the checkpoint.
 
-    Raises: RuntimeError for a run that was stopped.
+    Raises: RuntimeError for a run that is stopped again.
     """
     name = f"{task.name}-{arm.name}"
     run = root / "runs" / name
-    if not run.exists():
+    if run.exists():
+        result = resume(run)
+    else:
         recipe = recipe_of(arm, task, start, name=name, seed=seed, steps=steps)
         result = train(recipe, root=root / "runs")
-        if result.status != "finished":
-            raise RuntimeError(f"{run} was {result.status} at step {result.step}; remove it.")
+    if result.status != "finished":
+        raise RuntimeError(f"{run} was {result.status} at step {result.step}; start it again.")
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     trained = [record for record in map(json.loads, lines) if "train/loss" in record]
     if len(trained) != steps:
@@ -147,7 +149,7 @@ def recipe_of(arm: Arm, task: Task, start: Path, *, name: str, seed: int, steps:
                 "seed": seed,
                 "val_every": steps,
                 "val_rows": task.batch_size,
-                "checkpoint_every": steps,
+                "checkpoint_every": max(1, steps // 4),
                 "keep_checkpoints": 1,
             },
         }
