@@ -312,8 +312,8 @@ class TestTrainAndResume:
 
         save_model = pretrain.save_model
 
-        def save_then_full(model: Any, path: Path) -> None:
-            save_model(model, path)
+        def save_then_full(model: Any, path: Path, *, trained_loops: set[int]) -> None:
+            save_model(model, path, trained_loops=trained_loops)
             if path.name == ".step_4.tmp":
                 raise OSError(28, "No space left on device")
 

@@ -20,8 +20,9 @@ from depthdial.hf_model import DepthdialForCausalLM
 def folder(tmp_path):
     """A folder with the config of a toy whose field names clash with transformers' own."""
     config = toy_config(
-        rope_scaling=RopeScaling(kind="linear", factor=2.0), tie_embeddings=True, rope_theta=500.0
-    )
+        rope_scaling=RopeScaling(kind="linear", factor=2.0), tie_embeddings=True, rope_theta=500.0,
+        trained_loops=(1, 3),
+    )  # fmt: skip
     (tmp_path / "config.json").write_text(config.to_json())
     return tmp_path
 
