@@ -137,9 +137,8 @@ def command_of(block: Block, python: Path) -> list[str] | None:
 
 
 def subcommands(help_text: str) -> list[str]:
-    """Names in the `{a,b}` list of an argparse help."""
-    listed = re.search(r"\{([a-z][a-z0-9_,-]*)\}", re.sub(r"\n\s+", "", help_text))
-    return listed[1].split(",") if listed else []
+    """Commands of a help text: words that an indented line explains, two spaces or more between."""
+    return re.findall(r"^  ([a-z][a-z-]*)  +\S", help_text, flags=re.MULTILINE)
 
 
 def documented_names(root: Path) -> list[str]:
@@ -247,7 +246,7 @@ class CleanEnvironment:
         program = str(self.bin / command)
         names = subcommands(self.run([program, "--help"]))
         if not names:
-            raise CheckFailed(f"`{command} --help` lists no subcommand in braces.")
+            raise CheckFailed(f"`{command} --help` lists no subcommand.")
         for name in names:
             if not self.run([program, name, "--help"]).strip():
                 raise CheckFailed(f"`{command} {name} --help` prints nothing.")

@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 # Formats that cannot carry code; anything else (pickles above all) is refused. `.model` is the
 # piece table of a tokenizer.
-ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
 LICENCE_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*")
 
 

@@ -61,9 +61,13 @@ def test_data_blocks_are_not_programs(tool):
     assert tool.command_of(tool.Block(1, "yaml", "a: 1\n", None), Path("python")) is None
 
 
-def test_subcommands_are_read_from_a_wrapped_help(tool):
-    text = "usage: depthdial [-h]\n                 {train,\n                 sweep,plan} ...\n"
-    assert tool.subcommands(text) == ["train", "sweep", "plan"]
+def test_subcommands_are_read_from_the_explained_words(tool):
+    text = (
+        "usage: depthdial COMMAND ...\n\nElastic depth.\n\n"
+        "  train      train a recipe\n  sweep      loss at every loop count\n\n"
+        "  --version  print the version\n\nStart with: depthdial train\n"
+    )
+    assert tool.subcommands(text) == ["train", "sweep"]
     assert tool.subcommands("usage: depthdial [-h] FILE\n") == []
 
 
