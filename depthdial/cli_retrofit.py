@@ -37,7 +37,7 @@ def convert_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument("base", metavar="BASE", help="run, checkpoint, model folder, or hub id")
     parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
     parser.add_argument(
-        "--method", metavar="NAME", required=True, choices=list(METHODS), help="one of the above"
+        "--method", metavar="NAME", choices=list(METHODS), help="one of the above; must be given"
     )
     parser.add_argument(
         "--core",
@@ -79,6 +79,8 @@ def run_convert(options: Options) -> int:
     from depthdial.api_paths import model_folder
     from depthdial.convert.retrofit import convert
 
+    if options.method is None:
+        raise UsageError(f"give --method and one of {', '.join(METHODS)}.")
     given = {name: options[name] for name in option_texts() if options[name] is not None}
     report = convert(
         model_folder(options.base),

@@ -87,7 +87,7 @@ def test_a_looped_model_becomes_elastic(cli, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "exit_code", "message"),
     [
-        (("--core", "1:5"), 2, "required: method"),
+        (("--core", "1:5"), 2, "give --method and one of loop-window, damped"),
         (("--method", "elr"), 2, "invalid choice"),
         (("--method", "loop-window", "--core", "9:12"), 1, "core '9:12' is no window"),
         (("--method", "loop-window", "--core-layers", "two"), 2, "needs a whole number"),
