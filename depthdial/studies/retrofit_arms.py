@@ -58,14 +58,14 @@ class Arm:
         return max(self.loops) > 1
 
 
-CONTROL = Arm("control", "differences, 1 loop", "joint-deltas", {"rank": RANK}, (1,))
-EQUAL_TIME = replace(CONTROL, name="equal-time", title="differences, 1 loop, equal time")
+CONTROL = Arm("control", "no loop, equal data", "joint-deltas", {"rank": RANK}, (1,))
+EQUAL_TIME = replace(CONTROL, name="equal-time", title="no loop, equal time")
 LOOPED = (
-    Arm("graft", "differences on passes >= 2", "later-deltas", {"rank": RANK}, LATER),
-    Arm("joint", "differences on all passes", "joint-deltas", {"rank": RANK}, MIXED),
-    Arm("elr", "ELR gate and modulation", "elr-graft", {"rank": RANK, "d_cond": 64}, MIXED, None),
+    Arm("graft", "`later-deltas`", "later-deltas", {"rank": RANK}, LATER),
+    Arm("joint", "`joint-deltas`", "joint-deltas", {"rank": RANK}, MIXED),
+    Arm("elr", "`elr-graft`", "elr-graft", {"rank": RANK, "d_cond": 64}, MIXED, None),
 )
-STAGE_ONE = replace(CONTROL, name="stage-one", title="differences, 1 loop, short chains")
+STAGE_ONE = replace(CONTROL, name="stage-one", title="no loop, short chains")
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,13 @@ def test_accuracy_counts_the_depths_asked_for():
     assert accuracy_difference(seeds, ("a", 2), ("b", 1), min_depth=5).interval.estimate == 0.0
 
 
-def job(seed, *, chains):
-    """Scores of a study in which one arm is the base at one loop."""
+def job(seed, *, chains, **by_arm):
+    """Scores of a study; arms that are not named are the base."""
     depths = (2, 3, 4, 6) if chains else None
     sides = ["base", *(["untaught"] if chains else []), CONTROL.name]
     sides += [arm.name for arm in LOOPED] + [EQUAL_TIME.name]
-    losses = {side: (3.0, 3.2, 3.9, 4.8) for side in sides} | {"joint": (2.9, 2.9, 2.9, 2.91)}
+    losses = {side: (3.0, 3.2, 3.9, 4.8) for side in sides}
+    losses |= {"joint": (2.9, 2.9, 2.9, 2.91)} | by_arm
     return {
         "seed": seed,
         "step_seconds": {"control": 1.0, "graft": 1.4, "joint": 1.3, "elr": 1.5},
@@ -72,20 +73,46 @@ def job(seed, *, chains):
     }  # fmt: skip
 
 
-def test_the_report_holds_findings_tables_and_every_seed(tmp_path):
-    results = {
-        "text": [job(s, chains=False) for s in (0, 1)],
-        "chains": [job(s, chains=True) for s in (0, 1)],
-    }
+def report(tmp_path, *, text=(), chains=()):
+    """The Markdown of a study with these jobs, and its folder."""
+    results = {name: jobs for name, jobs in (("text", text), ("chains", chains)) if jobs}
     write_results(results, seeds=(0, 1), base="A checkpoint", folder=tmp_path)
-    text = (tmp_path / "retrofit.md").read_text()
-    assert "k=1 to 4 lie within 0.010 nats on trained domains" in text
-    assert "costs 0.20, 0.90 and 1.80 at k=2, 3, 4" in text
+    return (tmp_path / "retrofit.md").read_text()
+
+
+def test_the_report_holds_findings_tables_a_figure_and_every_seed(tmp_path):
+    text = report(
+        tmp_path,
+        text=[job(s, chains=False) for s in (0, 1)],
+        chains=[job(s, chains=True) for s in (0, 1)],
+    )
+    assert "k=1 to 4 lie within 1.800 (`later-deltas`), 0.010 (`joint-deltas`)" in text
+    assert "costs 0.20, 0.90, 1.80 at k=2, 3, 4" in text
     assert "the loss at k=1 is the base's on every document, bit for bit" in text
-    assert text.index("the non-looped control of equal time") < text.index("lie within")
-    assert "scores 0.55" in text
+    assert text.index("- On trained domains") < text.index("Depth stability")
+    assert "right 0.55 of the time" in text
+    assert "| seed 0 | seed 1 |" in text
     assert "nan" not in text
     assert json.loads((tmp_path / "retrofit.json").read_text())["seeds"] == [0, 1]
+    assert (tmp_path / "retrofit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_arm_better_than_both_controls_is_named_and_no_other(tmp_path):
+    jobs = [job(s, chains=False) for s in (0, 1)]
+    even = report(tmp_path, text=[job(s, chains=False, joint=(3.0, 3.0, 3.0, 3.0)) for s in (0, 1)])
+    assert "On trained domains no looped arm is better than both controls" in even
+    better = report(tmp_path, text=jobs)
+    first = next(x for x in better.splitlines() if x.startswith("- On trained domains better"))
+    assert "`joint-deltas` at k=4" in first and "later" not in first and "elr" not in first
+
+
+def test_a_gain_over_itself_that_stays_behind_the_control_is_called_adaptation(tmp_path):
+    losses = {"graft": (3.5, 3.2, 3.2, 3.2)}
+    text = report(tmp_path, text=[job(s, chains=False, **losses) for s in (0, 1)])
+    judged = next(x for x in text.splitlines() if x.startswith("- `later-deltas` at k=2"))
+    assert "+0.200 [+0.200, +0.200]*" in judged and "not a gain of looping" in judged
+    assert text.count("not a gain of looping") == 1
+    assert "the loss at k=1 DIFFERS from the base's" in text
 
 
 def test_blocks_are_whole_lines_and_lose_nothing():

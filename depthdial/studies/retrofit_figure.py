@@ -1,0 +1,82 @@
+"""The figure of the retrofit study: loss against loop count, one panel per kind of text.
+
+What is compared is in `retrofit_results.py`; the words beside it in `retrofit_words.py`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from depthdial.report_canvas import ACCENT, INK, MUTED, PAPER, new_figure
+from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPED, LOOPS
+from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
+from depthdial.studies.retrofit_results import Scores, mean_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_STYLES = (
+    {"color": MUTED, "marker": "s", "ls": "-"},
+    {"color": ACCENT, "marker": "o", "ls": "-"},
+    {"color": INK, "marker": "^", "ls": "-"},
+)
+"""Of the looped arms, in their order: colour and marker, so that grey prints tell them apart."""
+_PANELS = (
+    ("text", "text, trained domains", TRAINED_CORPORA, "nats per token"),
+    ("text", "text, untrained corpus", (UNSEEN_CORPUS,), "nats per token"),
+    ("chains", "pointer chains", ("",), "nats per answer"),
+)
+
+
+def figure_png(results: Mapping[str, Sequence[Scores]]) -> bytes:
+    """Panels of the tasks in `results` (task -> sweeps of each seed); equal data, equal bytes."""
+    panels = [panel for panel in _PANELS if panel[0] in results]
+    figure, context = new_figure((3.6 * len(panels), 3.6))
+    with context:
+        for idx, (task, title, prefixes, unit) in enumerate(panels):
+            axes = figure.add_subplot(1, len(panels), idx + 1)
+            _draw(axes, results[task], prefixes)
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.set_ylabel(f"loss, {unit}")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5)
+        buffer = io.BytesIO()
+        # Software would name the installed version: equal data must give equal bytes.
+        figure.savefig(buffer, format="png", dpi=150, facecolor=PAPER, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _draw(axes: Axes, seeds: Sequence[Scores], prefixes: Sequence[str]) -> None:
+    """Means over seeds as lines, single seeds as dots; the untrained base leaves at the top."""
+    heights = []
+    for arm, style in zip(LOOPED, _STYLES, strict=True):
+        means = [mean_loss(seeds, arm.name, k, prefixes=prefixes) for k in LOOPS]
+        axes.plot(LOOPS, means, lw=1.5, ms=6, label=arm.title.strip("`"), **style)
+        heights += means
+        for scores in seeds:
+            single = [mean_loss([scores], arm.name, k, prefixes=prefixes) for k in LOOPS]
+            axes.plot(LOOPS, single, ".", ms=3, color=style["color"], alpha=0.6)
+            heights += single
+    for control, dashes in ((CONTROL, (0, (5, 2))), (EQUAL_TIME, (0, (1, 1.5)))):
+        level = mean_loss(seeds, control.name, 1, prefixes=prefixes)
+        axes.axhline(level, color=INK, lw=1.1, ls=dashes, label=control.title)
+        heights.append(level)
+    base = [mean_loss(seeds, "base", k, prefixes=prefixes) for k in LOOPS]
+    axes.plot(LOOPS, base, "x", ls=(0, (1, 2)), color=MUTED, lw=1, label="base, looped untrained")
+    heights.append(base[0])
+    span = (max(heights) - min(heights)) or 1e-3
+    top = max(heights) + 0.22 * span
+    axes.set_ylim(min(heights) - 0.08 * span, top)
+    for k, loss in zip(LOOPS, base, strict=True):
+        if loss > top:
+            axes.annotate(
+                f"{loss:.2f}", (k, top), xytext=(0, -3), textcoords="offset points",
+                ha="center", va="top", color=MUTED, fontsize=8,
+                bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+    axes.set_xticks(LOOPS, [str(k) for k in LOOPS])
+    axes.set_xlim(LOOPS[0] - 0.3, LOOPS[-1] + 0.3)
+    axes.set_xlabel("loops k")
+    axes.tick_params(length=0)
