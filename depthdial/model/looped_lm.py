@@ -8,7 +8,7 @@ Letters: B batch, T query tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from depthdial.model.cache_state import Block
 from depthdial.model.carry import (
     LoopCarry,
     anchor,
-    detach_rows,
     first_carry,
     slots_from_carry,
     with_first_candidate,
@@ -45,14 +44,9 @@ from depthdial.model.passes import (
     SlotBinding,
     enter,
     last_states,
-    rows_without_grad,
 )
-from depthdial.model.schedule import (
-    ActiveRows,
-    NumLoops,
-    check_num_loops,
-    core_segments,
-)
+from depthdial.model.schedule import NumLoops, check_num_loops, core_segments
+from depthdial.model.segment_passes import segment_passes
 from depthdial.model.sublayer import Stack, build_stack, num_slots
 from depthdial.model.update import Injection, StateUpdate, initial_state
 from depthdial.model.visit_deltas import VisitDeltas
@@ -383,75 +377,23 @@ class LoopedLM(nn.Module):
                 "no_grad_loops would cut off the gradient of every segment but the last; a model "
                 "whose core has segments is trained through all its loops."
             )
-        for segment_idx in range(last):
-            passes = self._passes(begun, segment_idx, num_loops=num_loops, steps=steps)
-            begun = begun._replace(initial_state_BTD=last_states(passes))
-        yield from self._passes(
-            begun,
-            last,
-            num_loops=num_loops,
-            steps=steps,
-            no_grad_loops=no_grad_loops,
-            on_loop=on_loop,
-        )
-
-    def _passes(
-        self,
-        begun: Begun,
-        segment_idx: int,
-        *,
-        num_loops: NumLoops,
-        steps: Tensor | None,
-        no_grad_loops: int | Tensor = 0,
-        on_loop: LoopObserver | None = None,
-    ) -> Generator[LoopPass, Tensor | None, None]:
-        """The passes of one segment; see `iterate`."""
-        state_BTD, h_in_BTD, ctx = begun.initial_state_BTD, begun.h_in_BTD, begun.ctx
-        batch_size = h_in_BTD.shape[0]
-        segment, part = self.segments[segment_idx], self.segment_stacks[segment_idx]
-        carry = first_carry(self.config, is_cached=begun.binding.cache is not None)
-        active, loop_idx = ActiveRows(num_loops, batch_size), 0
-        if active.rows is not None:
-            places = active.rows.to(h_in_BTD.device)
-            state_BTD, h_in_BTD, ctx = state_BTD[places], h_in_BTD[places], ctx.narrow(places)
-        while active.num_rows:
-            rows = active.rows
-            row_steps = steps if steps is None or len(steps) == 1 or rows is None else steps[rows]
-            without_grad = rows_without_grad(no_grad_loops, loop_idx, rows)
-            slots = begun.binding.slots("core", loop_idx=loop_idx, rows=rows)
-            mod = self.loop_modulation(loop_idx, active.num_loops, row_steps)
-            if mod.sublayers is not None:
-                mod = mod._replace(sublayers=mod.sublayers[segment.sublayers])
-            is_cut = without_grad is not None and bool(without_grad.all())
-            with torch.no_grad() if is_cut else nullcontext():
-                state_BTD, carry = self.loop(
-                    state_BTD,
-                    h_in_BTD,
-                    mod=mod,
-                    slots=slots[segment.mixers],
-                    carry=carry,
-                    ctx=ctx,
-                    part=part,
-                )
-            if without_grad is not None:
-                state_BTD = detach_rows(state_BTD, without_grad)
-                carry = carry.detached(without_grad)
-            if on_loop is not None:
-                replacement_BTD = on_loop(loop_idx, state_BTD, rows)
-                state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
-            keep = yield LoopPass(loop_idx, state_BTD, rows, active.num_leaving(loop_idx))
-            if keep is not None and len(self.segments) > 1:
-                raise ValueError(
-                    "a row cannot stop between the loops of a core in segments: earlier segments "
-                    "have run all of theirs. Choose the number of loops beforehand."
-                )
-            places = active.after(loop_idx, keep)
-            if places is not None:
-                if isinstance(places, Tensor):
-                    places = places.to(h_in_BTD.device)
-                state_BTD, h_in_BTD = state_BTD[places], h_in_BTD[places]
-                ctx, carry = ctx.narrow(places), carry.narrow(places)
-            loop_idx += 1
+        for idx, (segment, part) in enumerate(zip(self.segments, self.segment_stacks, strict=True)):
+            passes = segment_passes(
+                partial(self.loop, part=part),
+                begun,
+                segment,
+                conditioning=self.loop_modulation,
+                carry=first_carry(self.config, is_cached=begun.binding.cache is not None),
+                rows_may_stop=not last,
+                num_loops=num_loops,
+                steps=steps,
+                no_grad_loops=no_grad_loops,
+                on_loop=on_loop if idx == last else None,
+            )
+            if idx == last:
+                yield from passes
+            else:
+                begun = begun._replace(initial_state_BTD=last_states(passes))
 
     def final_state(
         self,

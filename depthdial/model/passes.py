@@ -1,6 +1,6 @@
 """What the passes of one call share: their slots, what each yields, and cutting gradients.
 
-The loop over passes itself is `LoopedLM.iterate`.
+The loop over passes itself is in `segment_passes.py`.
 Letters: B batch, T query tokens, D model width.
 """
 
