@@ -13,6 +13,8 @@ from depthdial.config import Recipe
 from depthdial.recipes import needs_init, recipe_file
 
 DATA_SOURCES = ("data.path", "data.corpus", "data.task")
+MODEL_FOLDERS = ("train.init", "objective.distill.teacher")
+"""Keys that take whatever `load` takes, a run among it."""
 TASK_KEYS = ("data.num_chains", "data.chain_length")
 
 
@@ -33,11 +35,12 @@ def load_recipe(recipe: str | Path | Recipe, overrides: Mapping[str, Any] | None
     changes = dict(sorted((overrides or {}).items(), key=lambda item: item[0].count(".")))
     _check_groups(changes)
     _replace_source(changes)
-    init = changes.get("train.init")
-    if init is not None:
-        from depthdial.api_paths import model_folder
+    for key in MODEL_FOLDERS:
+        if changes.get(key) is not None:
+            from depthdial.api_paths import model_folder
 
-        changes["train.init"] = init = str(model_folder(init))
+            changes[key] = str(model_folder(changes[key]))
+    init = changes.get("train.init")
     if not isinstance(recipe, Recipe):
         path = recipe_path(recipe)
         if init is not None:

@@ -175,6 +175,8 @@ def _value(key: RecipeKey, text: str) -> Any:
     """Value of a recipe flag in plain JSON types; ranges are checked by the config."""
     if key.is_text:
         return None if text == "null" and "null" in key.values else text
+    if key.is_list and text == "null" and "null" in key.values:
+        return None
     try:
         return load_yaml(f"[{text}]" if key.is_list and not text.startswith("[") else text)
     except yaml.YAMLError:

@@ -45,7 +45,7 @@ class LoopConfig(StrictConfig):
     random_state_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the random initial state, a function of (seed, position, channel); only with random."""
     unit_norm: bool = False
-    """Scale the core's input and every new state to length 1 (nGPT)."""
+    """Scale the core's input and every candidate state to length 1 (nGPT)."""
     state_projection: bool = False
     """A learned matrix between the last state and the coda (Parcae)."""
     delta_init: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05

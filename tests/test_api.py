@@ -405,6 +405,12 @@ class TestRecipes:
         assert recipe.model.max_loops == 3
         assert load_recipe(recipe, {"train.init": str(tiny_run)}) == recipe
 
+    def test_a_teacher_may_be_a_run_too(self, tiny_run: Path) -> None:
+        distill = {"objective.distill.weight": 0.5, "objective.distill.teacher": str(tiny_run)}
+        changes = distill | {"train.init": str(tiny_run), "data.context": 48}
+        recipe = load_recipe("tiny-text", changes)
+        assert recipe.objective.distill.teacher == str(tiny_run / "checkpoints" / "step_4")
+
     def test_everything_changes_before_a_file_is_checked_against_the_folder(
         self, elastic: Path, tmp_path: Path
     ) -> None:

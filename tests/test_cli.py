@@ -130,6 +130,16 @@ class TestRecipeFlags:
         assert out["freeze"] == ["prelude_stack.*", "embedding.*"]
         assert out["lr_by_pattern"] == {"visit_deltas.*": 2e-3, "core_stack.*": 1e-4}
 
+    def test_a_list_is_taken_away_by_null(self, cli: Command, tmp_path: Path) -> None:
+        """A recipe with a list of loop counts can so have another sampler."""
+        listed = ("--depth.sampler", "listed", "--depth.listed_loops", "1,2,2",
+                  "--depth.override_frac", "0")  # fmt: skip
+        flags = ("--depth.sampler", "sync_uniform", "--depth.listed_loops", "null")
+        path = tmp_path / "listed.yaml"
+        path.write_text(cli("train", "tiny-text", *listed, "--print-config").out, encoding="utf-8")
+        out = yaml.safe_load(cli("train", str(path), *flags, "--print-config").out)["depth"]
+        assert (out["sampler"], out["listed_loops"]) == ("sync_uniform", None)
+
     def test_an_unknown_key_gets_the_nearest_one(self, cli: Command) -> None:
         code, out, err = cli("train", "tiny-text", "--model.loop.updat", "delta")
         assert (code, out) == (2, "")

@@ -8,7 +8,6 @@ Letters: B rows, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,7 @@ class Comparison:
 
     @property
     def is_close(self) -> bool:
-        """Logits within TOLERANCE; a NaN is not."""
+        """Logits within TOLERANCE."""
         return self.max_abs <= TOLERANCE
 
 
@@ -74,11 +73,14 @@ def compare(base: LoopedLM, result: LoopedLM, tokens_BT: Tensor, plan: Plan) -> 
     """Both models at every pair of loop counts that the plan names.
 
     Layers are compared at the first pair.
+    Raises: ValueError for logits that are no finite numbers, of which nothing can be said.
     """
     comparisons = []
     for pair in plan.pairs:
         expected_BTV, expected_layers = run_layers(base, tokens_BT, pair.base)
         given_BTV, given_layers = run_layers(result, tokens_BT, pair.result)
+        _check_finite("base", expected_BTV, pair.base)
+        _check_finite("result", given_BTV, pair.result)
         layers: tuple[LayerDifference, ...] = ()
         if pair == plan.pairs[0]:
             layers = _layer_differences(expected_layers, given_layers, matching=plan.matching)
@@ -95,11 +97,25 @@ def compare(base: LoopedLM, result: LoopedLM, tokens_BT: Tensor, plan: Plan) -> 
     return comparisons
 
 
+def _check_finite(whose: str, logits_BTV: Tensor, num_loops: int) -> None:
+    if bool(logits_BTV.isfinite().all()):
+        return
+    where = (
+        "Its weights hold NaN or infinity, or overflow: import it again, or train it further "
+        "before it is converted."
+        if whose == "base"
+        else "Nothing was written. Choose another method or core."
+    )
+    raise ValueError(
+        f"the logits of the {whose} at {num_loops} loops are not all finite numbers. {where}"
+    )
+
+
 def check_promise(name: str, plan: Plan, comparisons: Sequence[Comparison]) -> None:
     """Refuse a result that is not what its method promises. Raises: ValueError."""
     if is_kept(plan, comparisons):
         return
-    worst = max(comparisons, key=lambda x: math.inf if math.isnan(x.max_abs) else x.max_abs)
+    worst = max(comparisons, key=lambda x: x.max_abs)
     wanted = "bit for bit" if plan.promises == "bits" else f"within {TOLERANCE:g}"
     raise ValueError(
         f"'{name}' promises to equal the base {wanted} at {worst.num_loops} loops, but logits "

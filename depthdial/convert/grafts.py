@@ -223,6 +223,11 @@ def _elastic_max(config: ModelConfig, options: ElasticFixedOptions) -> int:
             f"max_loops={max_loops} is below the {config.max_loops} loops that the base was "
             "trained for. Leave it out, or give more."
         )
+    if isinstance(config.modulation, ModulationConfig) and max_loops != config.max_loops:
+        raise ValueError(
+            f"max_loops={max_loops}, but the modulation of the base was trained on "
+            f"k / {config.max_loops}; another limit would change every budget. Leave it out."
+        )
     return max_loops
 
 

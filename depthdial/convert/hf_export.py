@@ -70,7 +70,7 @@ def export_hf(
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
     check_specs(config, {name: TensorSpec(e.dtype, e.shape) for name, e in stored.entries.items()})
     stored.check_all()
-    with new_folder(destination, overwrite=overwrite, apart_from=folder) as place:
+    with new_folder(destination, overwrite=overwrite, apart_from=[folder]) as place:
         shutil.copyfile(folder / WEIGHTS_FILE, place / WEIGHTS_FILE)
         values = config.to_dict() | {"auto_map": AUTO_MAP}
         (place / CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")

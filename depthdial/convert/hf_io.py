@@ -49,6 +49,9 @@ from depthdial.convert.tokens import TokenReport, export_tokens, import_tokens
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config, used_formats
 from depthdial.model.count import count_parameters
 
+DTYPE_KEYS = ("torch_dtype", "dtype")
+"""Under which published configs state the number format of their weights."""
+
 
 @dataclass(frozen=True)
 class ImportReport:
@@ -129,7 +132,7 @@ def import_checkpoint(
     config, files = opened.config, opened.files
     is_gguf = isinstance(files, GgufFile)
     read = path if path.is_file() else opened.folder
-    with new_folder(destination, overwrite=overwrite, apart_from=read) as folder:
+    with new_folder(destination, overwrite=overwrite, apart_from=[read]) as folder:
         tokens = _import_text(opened, folder)
         kept = _write_ours(opened, folder)
         (folder / CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")
@@ -140,6 +143,7 @@ def import_checkpoint(
             config=opened.values,
             tensors={} if is_gguf else dict(files.file_of),
             kept_tensors=kept,
+            dtype=_matrix_format(opened.specs),
             changed_files=dict(tokens.changed_files),
             sha256={name: hash_file(opened.folder / name) for name in _files_read(opened)},
         ).save(folder)
@@ -182,8 +186,10 @@ def export_checkpoint(
         known.rules(config, values), own.tensors if own is not None and as_it_came else None
     )
     _check_all_exported(rules, stored.entries, family)
-    with new_folder(destination, overwrite=overwrite, apart_from=folder) as place:
+    with new_folder(destination, overwrite=overwrite, apart_from=[folder]) as place:
         specs = _write_source(rules, stored, place, own if as_it_came else None, folder)
+        values, note = _with_own_format(values, _matrix_format(stored.entries), origin)
+        warnings += note
         (place / CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
         export_tokens(folder, place, changed_files=None if origin is None else origin.changed_files)
         copy_licences(folder, place)
@@ -205,6 +211,28 @@ def export_checkpoint(
         num_bytes=total_bytes(specs.values()),
         as_it_came=as_it_came,
         warnings=warnings,
+    )
+
+
+def _matrix_format(tensors: Mapping[str, TensorSpec]) -> str:
+    """Name of the number format that a model's matrices are used in, as "bfloat16"."""
+    return str(used_formats(tensors)["embedding.weight"]).removeprefix("torch.")
+
+
+def _with_own_format(
+    values: dict[str, Any], dtype: str, origin: Origin | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A source config that does not state the number format which the weights had at import.
+
+    transformers would round them to it. Returns: the config, and a warning if it was changed.
+    """
+    stated = [key for key in DTYPE_KEYS if values.get(key) is not None]
+    if origin is None or dtype == origin.dtype or not stated:
+        return values, ()
+    changed = values | dict.fromkeys(stated, dtype)
+    return changed, (
+        f"{' and '.join(stated)} of the config is {dtype} now: the weights, imported as "
+        f"{origin.dtype}, are stored in it since they were trained or converted.",
     )
 
 

@@ -26,13 +26,9 @@ def relaxed_recursive(base: BaseModel, window: Window, options: RelaxedOptions) 
     config, tensors, sources = tied(base, window, options)
     shared = core_sublayers(tensors, config.split[1])
     wanted = _wanted_sublayers(base, sources)
-    full = max(min(shape) for sublayer in shared for shape in _matrix_shapes(sublayer))
+    full = _full_rank(shared)
     rank = full if options.rank == "full" else options.rank
-    if rank > full:
-        raise ValueError(
-            f"rank={rank} exceeds {full}, the full rank of these matrices; give at most {full}, "
-            "or 'full'."
-        )
+    _check_rank(rank, full)
     has_norms = options.norms == "own"
     deltas = VisitDeltaConfig(
         rank=rank, sets_by_loop=tuple(range(options.num_loops)), norms=has_norms
@@ -108,8 +104,9 @@ def _with_sets(
     has_norms = options.norms == "own"
     deltas = VisitDeltaConfig(rank=options.rank, sets_by_loop=sets_by_loop, norms=has_norms)
     tensors = dict(plan.tensors)
+    sublayers = core_sublayers(tensors, plan.config.split[1])
+    _check_rank(options.rank, _full_rank(sublayers))
     if has_norms:
-        sublayers = core_sublayers(tensors, plan.config.split[1])
         tensors |= copied_norms(sublayers, deltas.num_sets)
     return Plan(plan.config.replace(visit_deltas=deltas), tensors, plan.pairs, plan.promises)
 
@@ -124,6 +121,18 @@ def _wanted_sublayers(
         for layers in sources
         for visits in zip(*(blocks[layer].sublayers for layer in layers), strict=True)
     ]
+
+
+def _full_rank(sublayers: Sequence[Sublayer]) -> int:
+    """The largest rank that a matrix of these sublayers can have."""
+    return max(min(shape) for sublayer in sublayers for shape in _matrix_shapes(sublayer))
+
+
+def _check_rank(rank: int, full: int) -> None:
+    if rank > full:
+        raise ValueError(
+            f"rank={rank} exceeds {full}, the full rank of these matrices; give at most {full}."
+        )
 
 
 def _matrix_shapes(sublayer: Sublayer) -> list[torch.Size]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from depthdial.config import LoopConfig, VisitDeltaConfig
 from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window, check_dense
 from depthdial.convert.methods import MergeOptions
+from depthdial.model.checkpoint import used_formats
 
 PREFIX = "visit_deltas."
 
@@ -26,6 +27,13 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
         raise ValueError(
             "merge-first-pass is for a model that stores differences by loop, and this base has no "
             "visit_deltas: its first pass needs no merging."
+        )
+    if base.config.modulation is not None or base.config.segments:
+        what = "modulation" if base.config.modulation is not None else "segments"
+        raise ValueError(
+            f"the first pass of this base has {what}, so no dense model with other weights alone "
+            "equals it. merge-first-pass is for models that store differences by loop and nothing "
+            "else."
         )
     if loop.update != "replace" and loop.gate_bypass != "first_only":
         raise ValueError(
@@ -46,11 +54,17 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
     first_set = deltas.set_at(0)
     if first_set >= 0:
         tensors |= _merged(base, deltas, first_set)
+        # Matrices that meet the same states share a format.
+        formats = used_formats(tensors)
+        tensors = {name: t.to(formats[name]) for name, t in tensors.items()}
     return Plan(config, tensors, (LoopPair(1, 1),), "close")
 
 
 def _merged(base: BaseModel, deltas: VisitDeltaConfig, set_idx: int) -> dict[str, Tensor]:
-    """Core tensors with one stored set folded in."""
+    """Core tensors with one stored set folded in.
+
+    A sum that narrow weights cannot hold is kept in float32: rounded, it would be another model.
+    """
     merged = {}
     for name, stored in base.tensors.items():
         if not name.startswith(PREFIX):
@@ -59,9 +73,11 @@ def _merged(base: BaseModel, deltas: VisitDeltaConfig, set_idx: int) -> dict[str
         if rest == ["up"]:
             target = f"core_stack.{place}.mixer.{module}.weight"
             weight, down = base.tensors[target], base.tensors[name.removesuffix("up") + "down"]
-            # float64: the sum is rounded once, to the precision that the weights are stored in.
+            # float64: the sum is rounded once.
             difference = stored[set_idx].to(torch.float64) @ down[set_idx].to(torch.float64)
-            merged[target] = (weight.to(torch.float64) + difference).to(weight.dtype)
+            total = (weight.to(torch.float64) + difference).to(torch.float32)
+            narrow = total.to(weight.dtype)
+            merged[target] = narrow if torch.equal(narrow.to(torch.float32), total) else total
         elif not rest:
             owner = f"mixer.{module}" if module in ("q_norm", "k_norm") else module
             merged[f"core_stack.{place}.{owner}.weight"] = stored[set_idx].clone()

@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from depthdial.convert.token_files import TEMPLATES_FOLDER
 from depthdial.model.checkpoint import CONFIG_FILE
+
+TRAINING_FILES = ("manifest.json", "metrics.jsonl", "provenance.json")
+"""What a training run and its checkpoints hold, and no other model folder."""
 
 
 @contextmanager
 def new_folder(
-    destination: Path, *, overwrite: bool = False, apart_from: Path | None = None
+    destination: Path, *, overwrite: bool = False, apart_from: Sequence[Path] = ()
 ) -> Iterator[Path]:
     """A folder to write into; it takes the name `destination` when the block ends well.
 
     Args:
-        overwrite: replace a model folder that is there; anything else is never replaced.
-        apart_from: a file or folder that must stay as it is; `destination` may neither hold it
-            nor lie in it.
+        overwrite: replace a model folder that is there; anything else is never replaced, nor is
+            a training run or one of its checkpoints.
+        apart_from: files and folders that must stay as they are; `destination` may neither hold
+            one nor lie in it.
 
     Raises: ValueError if the destination is taken, or lies where it must not.
     """
     _check_destination(destination, overwrite=overwrite, apart_from=apart_from)
+    new_parents = [parent for parent in destination.parents if not parent.exists()]
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -39,6 +45,7 @@ def new_folder(
             _put_in_place(temporary, destination)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _remove_empty(new_parents)
 
 
 @contextmanager
@@ -63,22 +70,31 @@ def named_in_errors(temporary: Path, shown: Path) -> Iterator[None]:
         raise
 
 
-def _check_destination(destination: Path, *, overwrite: bool, apart_from: Path | None) -> None:
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, innermost first, that nothing came into."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def _check_destination(destination: Path, *, overwrite: bool, apart_from: Sequence[Path]) -> None:
     if destination.name in ("", ".."):
         raise ValueError(
             f"the destination '{destination}' names no new folder, which could take its place only "
             "when it is complete. Give the name of a new one."
         )
-    if apart_from is not None:
-        wanted = destination.resolve()
+    wanted = destination.resolve()
+    for read in apart_from:
         # A link is kept as it is, too, wherever it leads.
-        link = apart_from.parent.resolve() / apart_from.name
+        link = read.parent.resolve() / read.name
         if any(
             wanted.is_relative_to(source) or source.is_relative_to(wanted)
-            for source in (apart_from.resolve(), link)
+            for source in (read.resolve(), link)
         ):
             raise ValueError(
-                f"the destination {destination} and {apart_from} lie in one another; what is read "
+                f"the destination {destination} and {read} lie in one another; what is read "
                 "is never changed. Give another destination."
             )
     if not destination.exists() and not destination.is_symlink():
@@ -92,9 +108,26 @@ def _check_destination(destination: Path, *, overwrite: bool, apart_from: Path |
             f"{destination} exists and is not empty. Give the name of a new folder, or allow a "
             "model folder to be replaced (overwrite=True, --overwrite)."
         )
-    if not (destination / CONFIG_FILE).is_file():
+    _check_replaceable(destination)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """A folder is a model and nothing more. Raises: ValueError naming what else it is."""
+    for name in TRAINING_FILES:
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder} has {name}, so it is a training run or one of its checkpoints, which is "
+                "never replaced. Give the name of a new folder."
+            )
+    others = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if foreign := [name for name in others if name != TEMPLATES_FOLDER]:
         raise ValueError(
-            f"{destination} has no {CONFIG_FILE}, so it is no model folder and is not replaced. "
+            f"{folder} holds the folder '{foreign[0]}', which no model folder has, so it is not "
+            "replaced. Give the name of a new folder, or move that one elsewhere."
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG_FILE}, so it is no model folder and is not replaced. "
             "Give the name of a new folder."
         )
 

@@ -31,6 +31,7 @@ class Origin:
         config: its config.json, keys in their order.
         tensors: tensor -> file; empty for a source that is not written again (GGUF).
         kept_tensors: those of them that are in origin.safetensors.
+        dtype: number format of the imported matrices, as "bfloat16".
         changed_files: tokenizer files that the import changed -> their content; null for none.
         sha256: file -> hash of every file that was read.
     """
@@ -40,6 +41,7 @@ class Origin:
     config: dict[str, Any]
     tensors: dict[str, str]
     kept_tensors: tuple[str, ...]
+    dtype: str
     changed_files: dict[str, dict[str, Any] | None]
     sha256: dict[str, str]
 
@@ -108,6 +110,7 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(map(_is_text, value)),
         "a list of tensor names",
     ),
+    "dtype": (_is_text, "a text"),
     "changed_files": (
         lambda value: _maps(value, CHANGED_FILES.__contains__, lambda x: x is None or _is_group(x)),
         f"groups of keys, or null, for {' and '.join(CHANGED_FILES)}",

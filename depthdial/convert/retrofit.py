@@ -164,8 +164,10 @@ def convert(
     """
     source, texts = Path(source), None if texts is None else Path(texts)
     chosen = read_options(method, dict(options or {}))
-    with new_folder(Path(destination), overwrite=overwrite, apart_from=source) as folder:
+    read = [source] if texts is None else [source, texts]
+    with new_folder(Path(destination), overwrite=overwrite, apart_from=read) as folder:
         base, tokenizer = load_model(source).eval(), _tokenizer_of(source)
+        _check_ids(base.config, tokenizer, source)
         if texts is not None and tokenizer is None:
             raise ValueError(
                 f"texts={texts} has no effect: {source} has no {TOKENIZER_FILE}. Remove it."
@@ -306,6 +308,14 @@ def _tokenizer_of(folder: Path) -> Tokenizer | None:
     return Tokenizer.from_dir(folder) if (folder / TOKENIZER_FILE).is_file() else None
 
 
+def _check_ids(config: ModelConfig, tokenizer: Tokenizer | None, folder: Path) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} ids, but the model reads "
+            f"{config.vocab_size}. It is that of another model: copy the right one."
+        )
+
+
 def _proof_tokens(
     config: ModelConfig, tokenizer: Tokenizer | None, *, texts: Path | None, seed: int
 ) -> tuple[Tensor, str]:
@@ -316,7 +326,7 @@ def _proof_tokens(
         shape = (PROOF_ROWS, length)
         tokens_BT = torch.randint(0, config.vocab_size, shape, generator=generator)
         return tokens_BT, f"{PROOF_ROWS} x {length} random tokens"
-    pieces = read_pieces(texts, PROOF_ROWS)
+    pieces = read_pieces(texts, PROOF_ROWS, purpose="the comparison with the base")
     opening = list(tokenizer.opening_ids)
     rows = [[*opening, *ids][:length] for ids in tokenizer.encode_batch(pieces)]
     length = min(map(len, rows))

@@ -90,7 +90,7 @@ def measure_window(
             f"the base has {count} layers, too few for a prelude, a core and a coda. Give "
             "the core as a:b."
         )
-    pieces = read_pieces(texts, num_texts)
+    pieces = read_pieces(texts, num_texts, purpose="the proposal of a window")
     limit = min(PIECE_TOKENS, model.config.max_context)
     opening = list(tokenizer.opening_ids)
     rows = [[*opening, *ids][:limit] for ids in tokenizer.encode_batch(pieces)]
@@ -106,9 +106,10 @@ def measure_window(
     )
 
 
-def read_pieces(texts: Path | None, count: int) -> list[str]:
+def read_pieces(texts: Path | None, count: int, *, purpose: str) -> list[str]:
     """Pieces of about PIECE_CHARS characters, spread evenly over all documents.
 
+    Args: purpose: what needs them, for the message.
     Raises: ValueError if the text gives fewer than `count`.
     """
     if texts is None:
@@ -118,8 +119,8 @@ def read_pieces(texts: Path | None, count: int) -> list[str]:
     pieces = [piece for document in documents for piece in _cut(document)]
     if len(pieces) < count:
         raise ValueError(
-            f"the text gives {len(pieces)} pieces of {PIECE_CHARS} characters, and the window is "
-            f"proposed from {count}. Give more text, or the core as a:b."
+            f"the text gives {len(pieces)} pieces of {PIECE_CHARS} characters, but {purpose} "
+            f"needs {count}. Give more text, or none for the embedded corpus."
         )
     return [pieces[i * len(pieces) // count] for i in range(count)]
 

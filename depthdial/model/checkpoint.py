@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from depthdial.config import ModelConfig
+from depthdial.config_text import load_json
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.tensor_header import read_header
 
@@ -152,14 +153,37 @@ class _WithoutInitialValues(TorchFunctionMode):
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The config of a model directory."""
+    """The config of a model directory.
+
+    Raises: FileNotFoundError; ValueError for keys or values that are wrong, or another project's.
+    """
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} is not a model directory: it has no {CONFIG_FILE}. Give the folder that "
             "`depthdial train` or `save_model` wrote."
         )
-    return ModelConfig.from_file(path)
+    try:
+        return ModelConfig.from_file(path)
+    except ValueError:
+        model_type = _foreign_model_type(path)
+        if model_type is None:
+            raise
+        raise ValueError(
+            f"{path} is that of a published checkpoint (model_type '{model_type}'). A model "
+            "directory is made of it by: depthdial import SRC DST."
+        ) from None
+
+
+def _foreign_model_type(path: Path) -> str | None:
+    """What another project calls its models in a config.json; None where it is ours or none."""
+    try:
+        values = load_json(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    ours = ModelConfig.model_fields["model_type"].default
+    return model_type if isinstance(model_type, str) and model_type != ours else None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 
-from depthdial.config import ModelConfig, ModulationConfig, Recipe
+from depthdial.config import ModelConfig, ModulationConfig, Recipe, TimeModulationConfig
+from depthdial.convert.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE
+from depthdial.convert.token_files import CARRIED_FILES
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.train.patterns import check_patterns, freeze_parameters
-from depthdial.train.sealed_folder import MANIFEST, file_sha256, is_allowed
+from depthdial.train.sealed_folder import LICENCE_NAMES, file_sha256
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
-OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE, MANIFEST)
-"""What every checkpoint writes anew; everything else in a folder travels with the model."""
+TRAVELLING_FILES = (*CARRIED_FILES, ORIGIN_FILE, ORIGIN_TENSORS_FILE)
+"""Beside licences, what holds for a model whatever its weights become. What was measured on the
+weights of a folder (sweeps, the proof of a conversion) stays there: training makes it untrue."""
 FREE_KEYS = ("num_loops", "max_loops", "trained_loops", "modulation")
 FREE_LOOP_KEYS = ("cache_policy", "beyond_max_loops")
 """Keys of the recipe's model, and of its loop, that may differ from the folder's."""
@@ -38,9 +41,7 @@ def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
     Raises: as `load_init` and `check_patterns`.
     """
     config, settings = recipe.model, recipe.train
-    with torch.device("meta"):
-        names = [name for name, _ in LoopedLM(config).named_parameters()]
-    check_patterns(recipe.optim, names)
+    check_recipe_patterns(recipe)
     if settings.init is not None:
         model = load_init(settings.init, config)
     else:
@@ -48,6 +49,16 @@ def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
         model = LoopedLM(config.with_trained(()), seed=settings.seed)
     freeze_parameters(model, recipe.optim.freeze)
     return model.to(settings.device)
+
+
+def check_recipe_patterns(recipe: Recipe) -> None:
+    """Every pattern of the recipe has an effect on its model, a grafted modulation included.
+
+    Raises: as `check_patterns`.
+    """
+    with torch.device("meta"):
+        names = [name for name, _ in LoopedLM(recipe.model).named_parameters()]
+    check_patterns(recipe.optim, names)
 
 
 def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
@@ -59,11 +70,20 @@ def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
     stored = read_config(folder)
     check_agreement(config, stored, folder)
     tensors = load_model(folder).state_dict()
+    known = config.replace(modulation=stored.modulation)
     with torch.device("meta"):
-        known = config.replace(modulation=stored.modulation).with_trained(stored.trained_at)
-        model = LoopedLM(known)
+        model = LoopedLM(known.with_trained(_still_trained(config, stored)))
     model.load_state_dict(tensors, assign=True)
     return in_own_memory(model)
+
+
+def _still_trained(config: ModelConfig, stored: ModelConfig) -> tuple[int, ...]:
+    """Loop counts of the folder's training that hold for the run's model."""
+    policies = {config.loop.cache_policy, stored.loop.cache_policy}
+    if len(policies) > 1 and "share_first" in policies:
+        # The one policy that is another function without a cache too; at one loop it is none.
+        return tuple(k for k in stored.trained_at if k == 1)
+    return stored.trained_at
 
 
 def in_own_memory(model: LoopedLM) -> LoopedLM:
@@ -93,11 +113,7 @@ def check_agreement(config: ModelConfig, stored: ModelConfig, folder: str | Path
                 "'elr' may be added."
             )
     if stored.modulation is None:
-        if config.modulation is not None and not isinstance(config.modulation, ModulationConfig):
-            raise ValueError(
-                f"model.modulation.kind='{config.modulation.kind}' cannot be added to trained "
-                "weights: its gates start closed. Only kind 'elr' keeps the function."
-            )
+        _check_graft(config.modulation, stored)
     elif config.modulation != stored.modulation:
         raise ValueError(
             f"model.modulation={config.modulation!r}, but train.init={folder} has "
@@ -107,6 +123,26 @@ def check_agreement(config: ModelConfig, stored: ModelConfig, folder: str | Path
         raise ValueError(
             f"model.max_loops={config.max_loops}, but the modulation of train.init={folder} was "
             f"trained on k / {stored.max_loops}; another limit would change every budget."
+        )
+
+
+def _check_graft(
+    added: ModulationConfig | TimeModulationConfig | None, stored: ModelConfig
+) -> None:
+    """A modulation that is added starts as the function that was trained. Raises: ValueError."""
+    if added is None:
+        return
+    if not isinstance(added, ModulationConfig):
+        raise ValueError(
+            f"model.modulation.kind='{added.kind}' cannot be added to trained weights: its gates "
+            "start closed. Only kind 'elr' keeps the function."
+        )
+    later = [k for k in stored.trained_at if k > 1]
+    if later and added.neutral == "one_loop":
+        raise ValueError(
+            f"model.modulation.neutral='one_loop' starts as another function at {later[0]} and "
+            "more loops, which these weights are trained at. Give model.modulation.neutral="
+            "'every_loop', which changes no loop count."
         )
 
 
@@ -137,7 +173,8 @@ def check_facts(folder: str | Path, facts: dict[str, Any], *, role: str) -> None
 def companions(folder: str | Path) -> Iterator[Path]:
     """Files that travel with a model: tokenizer, chat template, origin, licences; by name."""
     for path in sorted(Path(folder).iterdir()):
-        if path.is_file() and path.name not in OWN_FILES and is_allowed(path):
+        is_licence = LICENCE_NAMES.fullmatch(path.name) is not None
+        if path.is_file() and (is_licence or path.name in TRAVELLING_FILES):
             yield path
 
 

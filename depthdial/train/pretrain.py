@@ -27,6 +27,7 @@ from depthdial.train.init_model import (
     OPTIMIZER_FILE,
     STATE_FILE,
     check_facts,
+    check_recipe_patterns,
     copy_companions,
     first_model,
     folder_facts,
@@ -175,6 +176,13 @@ def resume(
     recipe = Recipe.from_file(run.config_path)
     checkpoint = run.latest_checkpoint()
     recipe = _changed(recipe, overrides or {})
+    if overrides and checkpoint.step >= recipe.train.steps:
+        raise ValueError(
+            f"the run {run.path} has finished its {recipe.train.steps} steps, so "
+            f"'{next(iter(overrides))}' would change nothing. Start a new run from its model with "
+            "train.init."
+        )
+    check_recipe_patterns(recipe)
     check_device(recipe.train.device)
     provenance = run.read_provenance()
     init = recipe.train.init

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from goldens import close, open_golden, states_of
 
+from depthdial.config import ModulationConfig
 from depthdial.convert.base_model import Window
 from depthdial.convert.grafts import published_decay_gate
 from depthdial.convert.methods import read_options
 from depthdial.convert.retrofit import retrofit
+from depthdial.model.looped_lm import LoopedLM
 
 WINDOW = Window(2, 5)
 SMALL = {"d_cond": 8, "rank": 4}
@@ -237,6 +239,15 @@ def test_more_loops_than_the_base_was_trained_for_can_be_meant():
     assert (config.num_loops, config.max_loops) == (golden.config.num_loops, 6)
     with pytest.raises(ValueError, match="max_loops=2 is below the 4 loops"):
         elastic(golden, max_loops=2, **SMALL)
+
+
+def test_a_trained_budget_keeps_its_limit():
+    """Its conditioning reads k / max_loops: another limit is another function at every k."""
+    config = open_golden("ouro").config.replace(modulation=ModulationConfig(d_cond=8, rank=2))
+    options = read_options("elastic-fixed", {"max_loops": 2 * config.max_loops})
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"was trained on k / .*would change every budget"):
+        retrofit(LoopedLM(config), tokens, method="elastic-fixed", window=None, options=options)
 
 
 def test_a_gate_of_its_own_is_kept_and_only_conditioning_is_added():

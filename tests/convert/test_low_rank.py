@@ -155,3 +155,8 @@ def test_rank_and_tied_norms_say_what_is_stored(llama):
     model = convert(llama, "later-deltas", rank=3, norms="tied").model
     assert model.visit_deltas.sublayers[0].q_proj.down.shape[1] == 3
     assert model.visit_deltas.sublayers[0].norm is None
+
+
+def test_a_rank_above_the_full_one_is_refused(llama):
+    with pytest.raises(ValueError, match="rank=500 exceeds .*, the full rank of these matrices"):
+        convert(llama, "later-deltas", rank=500)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthdial.config import LoopConfig, ModelConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, VisitDeltaConfig
 from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
 from depthdial.convert.methods import MergeOptions
 from depthdial.convert.retrofit import retrofit
@@ -77,4 +77,39 @@ def test_the_differences_of_later_passes_are_left_behind():
 )
 def test_a_first_pass_that_is_no_dense_model_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
+        merged(elastic(**changes))
+
+
+@pytest.mark.parametrize("are_pairs_wide", [True, False])
+def test_a_sum_that_bf16_cannot_hold_is_kept_in_float32(tmp_path, are_pairs_wide):
+    """Rounded, it would not be the first pass. Pairs found by SVD are float32 themselves."""
+    model = elastic()
+    for name, parameter in model.named_parameters():
+        if not (are_pairs_wide and "visit_deltas" in name):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    save_model(model, tmp_path / "model")
+    model = load_model(tmp_path / "model").eval()
+    dense = merged(model)
+    assert {p.dtype for p in dense.parameters()} == {torch.float32}
+    with torch.no_grad():
+        expected = model.float()(TOKENS, num_loops=1)
+        assert float((dense(TOKENS, num_loops=1) - expected).abs().max()) < 1e-4
+
+
+def test_differences_that_were_never_trained_leave_the_format_as_it_is():
+    model = elastic().to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".up"):
+                parameter.zero_()
+    assert {p.dtype for p in merged(model).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"modulation": ModulationConfig(d_cond=8, rank=2)}, "modulation"),
+     ({"segments": (1, 1), "loop": LoopConfig(update="replace")}, "segments")],
+)  # fmt: skip
+def test_a_first_pass_that_is_no_dense_model_is_refused_by_name(changes, what):
+    with pytest.raises(ValueError, match=f"the first pass of this base has {what}"):
         merged(elastic(**changes))

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 from goldens import GOLDEN
-from published import add_tokenizer, copy_golden, edit_json
+from published import add_tokenizer, copy_golden, edit_json, hashes
 
 from depthdial.convert.hf_export import export_hf
 from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
-from depthdial.convert.new_folder import named_in_errors, new_folder
+from depthdial.convert.new_folder import TRAINING_FILES, named_in_errors, new_folder
+from depthdial.train.run_dir import RunDir
+from depthdial.train.sealed_folder import MANIFEST
 
 
 @pytest.mark.parametrize("place", [".", "", "..", "/"])
@@ -50,3 +52,41 @@ def test_an_error_of_the_system_keeps_its_number(tmp_path):
         (tmp_path / "nothing").read_bytes()
     assert error.value.errno == 2
     assert str(error.value) == "[Errno 2] No such file or directory: 'place/nothing'"
+
+
+TRAINING = ("manifest.json", "metrics.jsonl", "provenance.json")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_run_or_checkpoint_is_never_replaced(tmp_path, name):
+    """--overwrite once took checkpoints, metrics and optimizer state with it."""
+    import_checkpoint(GOLDEN / "llama", tmp_path / "a")
+    (tmp_path / "a" / name).write_text("{}")
+    before = hashes(tmp_path / "a")
+    with pytest.raises(ValueError, match=f"has {name}, so it is a training run or one of its"):
+        import_checkpoint(GOLDEN / "qwen3", tmp_path / "a", overwrite=True)
+    assert hashes(tmp_path / "a") == before
+
+
+def test_training_names_its_files_as_they_are_known_here(tmp_path):
+    run = RunDir(tmp_path)
+    assert (MANIFEST, run.metrics_path.name, run.provenance_path.name) == TRAINING_FILES
+    assert TRAINING_FILES == TRAINING
+
+
+def test_a_folder_with_another_folder_in_it_is_not_replaced(tmp_path):
+    import_checkpoint(GOLDEN / "llama", tmp_path / "a")
+    (tmp_path / "a" / "texts").mkdir()
+    with pytest.raises(ValueError, match="holds the folder 'texts', which no model folder has"):
+        import_checkpoint(GOLDEN / "qwen3", tmp_path / "a", overwrite=True)
+    (tmp_path / "a" / "texts").rename(tmp_path / "a" / "additional_chat_templates")
+    import_checkpoint(GOLDEN / "qwen3", tmp_path / "a", overwrite=True)
+
+
+def test_a_refused_conversion_leaves_no_parent_folders(tmp_path):
+    with pytest.raises(ValueError), new_folder(tmp_path / "new" / "deep" / "a"):
+        raise ValueError("refused")
+    assert not (tmp_path / "new").exists()
+    with new_folder(tmp_path / "new" / "deep" / "a"):
+        pass
+    assert (tmp_path / "new" / "deep" / "a").is_dir()

@@ -6,10 +6,10 @@ import pytest
 import safetensors.torch
 import torch
 from goldens import GOLDEN
-from published import WEIGHTS, copy_golden
+from published import WEIGHTS, copy_golden, edit_json
 
 from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
-from depthdial.model.checkpoint import load_model
+from depthdial.model.checkpoint import load_model, save_model
 
 CASES = ("dory", "huginn", "iquest-loop", "llama", "loopformer", "loopus", "nanbeige", "ouro",
          "parcae", "qwen3", "rrt-lora")  # fmt: skip
@@ -55,3 +55,27 @@ def test_every_other_tensor_in_another_format_gives_the_same_logits(tmp_path, na
 def test_one_format_is_no_note(tmp_path):
     report = import_checkpoint(GOLDEN / "llama", tmp_path / "a")
     assert not any("number formats" in note for note in report.notes)
+
+
+def test_an_export_states_the_format_that_trained_weights_have(tmp_path):
+    """transformers rounds weights to what the config states."""
+    source = copy_golden("llama", tmp_path / "source")
+    rewrite(source, lambda place: torch.bfloat16)
+    edit_json(source / "config.json", torch_dtype="bfloat16")
+    import_checkpoint(source, tmp_path / "model")
+    report = export_checkpoint(tmp_path / "model", tmp_path / "same", family="llama")
+    stated = json.loads((tmp_path / "same" / "config.json").read_text())["torch_dtype"]
+    assert (stated, report.warnings) == ("bfloat16", ())
+    save_model(load_model(tmp_path / "model").float(), tmp_path / "model")
+    report = export_checkpoint(tmp_path / "model", tmp_path / "trained", family="llama")
+    values = json.loads((tmp_path / "trained" / "config.json").read_text())
+    assert values["torch_dtype"] == "float32"
+    assert "torch_dtype of the config is float32 now" in report.warnings[0]
+
+
+def test_a_format_that_was_never_true_comes_back_as_it_was(tmp_path):
+    source = copy_golden("llama", tmp_path / "source")
+    edit_json(source / "config.json", torch_dtype="float16")
+    import_checkpoint(source, tmp_path / "model")
+    export_checkpoint(tmp_path / "model", tmp_path / "x", family="llama")
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["torch_dtype"] == "float16"

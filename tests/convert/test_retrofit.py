@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from goldens import open_golden
+from goldens import GOLDEN, open_golden
 
 from depthdial.convert.base_model import Plan, Window
 from depthdial.convert.methods import METHODS, method_named, read_options
@@ -55,6 +56,7 @@ def folder(tmp_path_factory):
     (root / "LICENSE").write_text("the licence")
     origin = {
         "format_version": 1, "family": "llama", "source": "x", "config": {}, "tensors": {},
+        "dtype": "float32",
         "kept_tensors": [], "changed_files": {}, "sha256": {},
     }  # fmt: skip
     (root / "origin.json").write_text(json.dumps(origin))
@@ -315,3 +317,39 @@ def test_a_conversion_can_be_converted_no_further(folder, tmp_path):
     convert(folder, tmp_path / "once", method="loop-window", core="1:5")
     with pytest.raises(ValueError, match="max_loops=4 instead of 1"):
         convert(tmp_path / "once", tmp_path / "twice", method="loop-window", core="2:3")
+
+
+@pytest.mark.parametrize("method", ["tie-layers", "loop-window", "joint-deltas"])
+def test_a_base_without_finite_logits_is_refused_whatever_is_promised(method):
+    golden = open_golden("llama")
+    base = golden.model().eval()
+    with torch.no_grad():
+        base.embedding.weight[int(golden.vectors["input_ids"][0, 0]), 0] = torch.nan
+    with pytest.raises(ValueError, match="the logits of the base at 1 loops are not all finite"):
+        retrofit(
+            base, golden.vectors["input_ids"], method=method, window=Window(1, 5),
+            options=read_options(method, {}),
+        )  # fmt: skip
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "base")
+    train_bpe([TEXT], 270, allow_fewer=True).save(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"has 2\d\d ids, but the model reads 257"):
+        convert(tmp_path / "base", tmp_path / "x", method="loop-window", core="1:5")
+
+
+def test_a_published_checkpoint_is_told_to_be_imported(tmp_path):
+    with pytest.raises(ValueError, match="model_type 'llama'.*depthdial import SRC DST"):
+        convert(GOLDEN / "llama", tmp_path / "x", method="loop-window", core="1:5")
+
+
+def test_texts_may_not_lie_where_the_result_goes(folder, tmp_path):
+    convert(folder, tmp_path / "x", method="loop-window", core="1:5")
+    (tmp_path / "x" / "mine.txt").write_text(TEXT)
+    with pytest.raises(ValueError, match="lie in one another; what is read is never changed"):
+        convert(
+            folder, tmp_path / "x", method="loop-window", core="1:5", overwrite=True,
+            texts=tmp_path / "x" / "mine.txt",
+        )  # fmt: skip
+    assert (tmp_path / "x" / "mine.txt").exists()

@@ -90,7 +90,7 @@ def test_more_layers_than_lie_between_the_knees_are_refused(count):
 
 
 def test_the_embedded_corpus_gives_the_texts():
-    pieces = read_pieces(None, NUM_TEXTS)
+    pieces = read_pieces(None, NUM_TEXTS, purpose="this")
     assert len(set(pieces)) == NUM_TEXTS >= 256
     assert min(map(len, pieces)) >= PIECE_CHARS - 2
 
@@ -98,14 +98,14 @@ def test_the_embedded_corpus_gives_the_texts():
 def test_texts_of_a_user_are_spread_over_all_documents(tmp_path):
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * PIECE_CHARS * 2)
-    pieces = read_pieces(tmp_path, 6)
+    pieces = read_pieces(tmp_path, 6, purpose="this")
     assert [piece[0] for piece in pieces] == list("aabbcc")
 
 
 def test_too_little_text_is_refused(tmp_path):
     (tmp_path / "short.txt").write_text("word " * PIECE_CHARS)
-    with pytest.raises(ValueError, match="gives 4 pieces of 400 characters, .* from 256"):
-        read_pieces(tmp_path, 256)
+    with pytest.raises(ValueError, match="gives 4 pieces of 400 characters, but this needs 256"):
+        read_pieces(tmp_path, 256, purpose="this")
 
 
 def test_a_model_is_measured_on_its_own_tokens(golden, tmp_path):

@@ -26,12 +26,13 @@ from depthdial.data.text import prepare
 from depthdial.data.tokenizer import Tokenizer, train_bpe
 from depthdial.model.checkpoint import load_model, read_config, read_tensors, save_model
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.train.init_model import folder_facts
+from depthdial.train.init_model import folder_facts, load_init
 from depthdial.train.pretrain import resume, train
 from depthdial.train.run_dir import RunDir
 from depthdial.train.sources import open_data, prepared_folder
 
 TEXTS = [f"The loop runs {i} times, and {i} more. " * 30 for i in range(8)]
+MEASURED_ON_THE_BASE = ("README.md", "sweep.json", "equality.json", "window.json", "report.json")
 ELR = ModulationConfig(d_cond=8, rank=2, embed_dim=8)
 SETTINGS = {
     "name": "healed",
@@ -72,14 +73,15 @@ def base(tmp_path_factory, tokenizer) -> Path:
         vocab_size=tokenizer.vocab_size + 7, d_model=16, split=(2, 2, 2), num_heads=2,
         num_kv_heads=2, head_dim=8, d_ff=16, max_context=32, num_loops=1, max_loops=3,
         tie_embeddings=True, loop=LoopConfig(gate_bypass="first_only"),
-        visit_deltas=VisitDeltaConfig(rank=2, sets_by_loop=(-1, 0)),
+        visit_deltas=VisitDeltaConfig(rank=2, sets_by_loop=(-1, 0)), trained_loops=(1,),
     )  # fmt: skip
     save_model(LoopedLM(config, seed=3).to(torch.bfloat16), folder)
     tokenizer.save(folder)
     (folder / "origin.json").write_text('{"family": "somewhere"}\n', encoding="utf-8")
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
     (folder / "LICENSE").write_text("use it well", encoding="utf-8")
-    (folder / "README.md").write_text("of the base", encoding="utf-8")
+    for name in MEASURED_ON_THE_BASE:
+        (folder / name).write_text("{}", encoding="utf-8")
     return folder
 
 
@@ -122,14 +124,14 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
 
 
 def test_the_recipe_takes_the_model_of_the_folder(recipe, base):
-    assert recipe().model == read_config(base)
+    assert recipe().model == read_config(base).replace(trained_loops=None)
     assert Recipe.from_dict(recipe().to_dict()) == recipe()
 
 
 def test_naming_init_replaces_the_model_and_the_tokenizer_of_a_recipe(base):
     shipped = load_recipe("tiny-text")
     started = shipped.replace(**{"train.init": str(base), "model.max_loops": 4, "data.context": 32})
-    assert started.model == read_config(base).replace(max_loops=4)
+    assert started.model == read_config(base).replace(max_loops=4, trained_loops=None)
     assert (started.data.corpus, started.data.tokenizer_vocab) == (shipped.data.corpus, None)
 
 
@@ -244,6 +246,38 @@ def test_a_modulation_is_grafted_at_the_first_mixed_step(recipe, tmp_path):
         [notice] = [text for text in observer.notices if "grafted" in text]
         assert f"step      {step}" in notice
         assert depthdial.load(run).config.modulation == ELR
+
+
+def test_what_was_measured_on_the_base_stays_with_it(recipe, tmp_path):
+    """A curve of the untrained weights once stood in the model card of the trained ones."""
+    run = train(recipe(), root=tmp_path).path
+    names = {path.name for path in RunDir.open(run).latest_checkpoint().path.iterdir()}
+    assert {"origin.json", "chat_template.jinja", "LICENSE", "tokenizer.json"} <= names
+    assert not names & set(MEASURED_ON_THE_BASE)
+
+
+def test_a_modulation_that_would_undo_trained_loops_is_refused(recipe, tmp_path):
+    trained = str(RunDir.open(train(recipe(), root=tmp_path).path).latest_checkpoint().path)
+    assert max(read_config(trained).trained_at) > 1
+    changes = {"train.init": trained, "model.modulation": ELR, "name": "second"}
+    with pytest.raises(ValueError, match="'one_loop' starts as another .*'every_loop', which ch"):
+        train(recipe(**changes), root=tmp_path)
+    changes |= {"model.modulation": ELR.replace(neutral="every_loop"), "optim.lr": 1e-12}
+    run = train(recipe(**changes), root=tmp_path).path
+    before, after = load_model(trained), depthdial.load(run).looped_lm
+    tokens = torch.arange(40).reshape(2, 20)
+    for k in (1, 2, 3):
+        torch.testing.assert_close(after(tokens, num_loops=k), before(tokens, num_loops=k))
+
+
+def test_another_function_of_later_loops_counts_them_as_untrained(recipe, tmp_path):
+    """share_first is no saving of memory alone: later loops read other keys."""
+    trained = str(RunDir.open(train(recipe(), root=tmp_path).path).latest_checkpoint().path)
+    config = read_config(trained)
+    shared = config.replace(loop=config.loop.replace(cache_policy="share_first"))
+    assert load_init(trained, shared).config.trained_at == (1,)
+    last = config.replace(loop=config.loop.replace(cache_policy="last_step"))
+    assert load_init(trained, last).config.trained_at == config.trained_at
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_frozen_tensors_are_bit_equal_after_training_and_have_no_state(optimizer
     assert {n.split(".", 1)[1].rsplit(".", 1)[0] for n in optimizers.state_tensors()} == trained
 
 
-def test_b33_a_step_at_one_loop_leaves_what_only_later_loops_use_as_it_was():
+def test_b33_a_step_leaves_what_no_pass_of_it_touches_as_it_was():
     """Everything trainable acts from the second pass on: no gradient, no decay, no moment."""
     graft = model(loop=LoopConfig(update="replace"))
     freeze_parameters(graft, BASE)
@@ -66,6 +66,21 @@ def test_b33_a_step_at_one_loop_leaves_what_only_later_loops_use_as_it_was():
     assert step(graft, optimizers, num_loops=1) == 0.0
     assert all(torch.equal(t, before[name]) for name, t in graft.state_dict().items())
     assert all(torch.equal(t, state[name]) for name, t in optimizers.state_tensors().items())
+
+
+def test_b33_a_bypassed_rate_takes_a_step_of_gradient_zero():
+    """It is in the graph of one loop, with no effect: AdamW's moments decay and carry it on."""
+    graft = model(loop=LoopConfig(update="delta", gate_bypass="first_only"))
+    freeze_parameters(graft, BASE)
+    optimizers = Optimizers(graft, OptimConfig(lr=1e-2, weight_decay=0.0))
+    step(graft, optimizers, num_loops=2)
+    before = graft.state_update.rate.detach().clone()
+    moment = next(t for n, t in optimizers.state_tensors().items() if n.endswith("rate.exp_avg"))
+    first = moment.clone()
+    assert step(graft, optimizers, num_loops=1) == 0.0
+    assert not graft.state_update.rate.grad.any()
+    assert not torch.equal(graft.state_update.rate, before)
+    torch.testing.assert_close(moment, first * OptimConfig().betas[0])
 
 
 def test_b33_a_pattern_rate_holds_for_exactly_the_parameters_it_matches():

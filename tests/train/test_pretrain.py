@@ -227,6 +227,18 @@ def test_b39_resume_takes_new_rates_keeps_moments_and_refuses_another_run(tmp_pa
     assert Recipe.from_file(stopped.path / "config.json").optim.lr == 5e-3
 
 
+def test_rates_without_effect_are_refused_when_a_run_goes_on(tmp_path):
+    stopped = train(pointer_recipe(), root=tmp_path, observer=Recorder(signal_at=3))
+    config = stopped.path / "config.json"
+    before = config.read_bytes()
+    with pytest.raises(ValueError, match="'nonsense.*' matches none"):
+        resume(stopped.path, overrides={"optim.lr_by_pattern": {"nonsense.*": 1.0}})
+    assert resume(stopped.path).status == "finished"
+    with pytest.raises(ValueError, match="finished its 6 steps, so 'optim.lr' would change not"):
+        resume(stopped.path, overrides={"optim.lr": 5e-3})
+    assert config.read_bytes() == before
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_with_a_way_on(tmp_path, monkeypatch):
     from depthdial.train import objective
 

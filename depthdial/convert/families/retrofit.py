@@ -81,7 +81,7 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
 def limits(config: ModelConfig) -> list[str]:
     return [
         "The published config states a mean loop count only; max_loops is twice it.",
-        "Dropped layers are gone: no loop count gives the dense model's function back.",
+        "Where layers were dropped, no loop count gives the dense model's function back.",
     ]
 
 
