@@ -34,7 +34,8 @@ CACHE_POLICIES = (
 )
 """Rules about stored keys and values that hold for any model."""
 PUBLISHED_POLICY = re.compile(
-    r"huginn:(?P<by_layers>(latest|available|always-last)-m\d+|skip|(latest-m\d+-)?compress-s\d+)"
+    r"huginn:(?P<by_layers>(latest|available|always-last)-m\d+|skip"
+    r"|(latest-m\d+-)?compress-(s\d+|anchor))"
     r"|parcae:compress-(?P<by_loops>s|stride|first|last)(?P<count>\d+)"
 )
 """Rules that came with a published model; the numbers of huginn count attention layers of the core,

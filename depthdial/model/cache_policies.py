@@ -33,6 +33,10 @@ entry up to this loop; of every token its newest entry of all, as soon as one to
 lacks an entry; or nothing, the token is left out."""
 
 
+ANCHOR_LOOPS = 8
+"""Loops that keep their own entries under compress-anchor; those after them share one."""
+
+
 @dataclass(frozen=True)
 class CacheRule:
     """Meaning of a policy.
@@ -143,7 +147,7 @@ def _by_loops(policy: str, kind: str, count: int) -> CacheRule:
 
 def _by_layers(policy: str, kind: str, *, num_layers: int) -> CacheRule:
     """Rules whose numbers count attention layers of the core."""
-    before, _, kept_layers = kind.partition("compress-s")
+    before, _, compressed = kind.partition("compress-")
     lookup, _, layers = before.removesuffix("-").partition("-m")
     if layers and int(layers) != num_layers:
         raise ValueError(
@@ -157,8 +161,11 @@ def _by_layers(policy: str, kind: str, *, num_layers: int) -> CacheRule:
         "always-last": "newest",
         "skip": "skip",
     }
-    if not kept_layers:
+    if not compressed:
         return CacheRule(missing=missing[lookup])
+    if compressed == "anchor":
+        return CacheRule(grouping="first", count=ANCHOR_LOOPS, missing=missing[lookup])
+    kept_layers = compressed.removeprefix("s")
     if int(kept_layers) < 1 or not num_layers or int(kept_layers) % num_layers:
         raise ValueError(
             f"cache policy '{policy}' keeps {kept_layers} layers, but the core has {num_layers} "

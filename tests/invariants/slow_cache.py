@@ -70,12 +70,19 @@ def earlier_entries(
         return [token.by_loop[-1] for token in tokens]
     if "compress" not in name:
         return [token.by_loop[min(loop, len(token.by_loop) - 1)] for token in tokens]
-    kept = int(name.split("compress-s")[1]) // num_layers
     entries: list[Entry | None] = []
     for token in tokens:
-        slots = token.slots(lambda j: j % kept)
-        entries.append(slots[max(s for s in slots if s <= loop % kept)])
+        slots = token.slots(lambda j: huginn_slot(name, j, num_layers))
+        own = huginn_slot(name, loop, num_layers)
+        entries.append(slots[max(s for s in slots if s <= own)])
     return entries
+
+
+def huginn_slot(name: str, loop: int, num_layers: int) -> int:
+    """Eight loops are anchors; the other compression counts layers."""
+    if name.endswith("anchor"):
+        return min(loop, 8)
+    return loop % (int(name.split("compress-s")[1]) // num_layers)
 
 
 def parcae_entry(name: str, token: SlowToken, loop: int, num_loops: int) -> Entry | None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from slow_cache import SlowDecoder
-from toys import toy_tokens
+from toys import toy_model, toy_tokens
 
 from depthdial.config import CACHE_POLICIES
 from depthdial.engine.generate import generate
@@ -141,6 +141,27 @@ def test_policies_differ_from_each_other_beyond_one_loop(model):
         for b in group
         if a != b
     }
+
+
+@pytest.mark.parametrize(
+    ("policy", "depths"),
+    [
+        ("huginn:compress-anchor", [11] * 6),
+        ("huginn:latest-m2-compress-anchor", [11, 9, 3, 12, 8, 10]),
+    ],
+)
+def test_the_anchor_equals_its_slow_reference_beyond_its_eight_loops(policy, depths):
+    deep, tokens = toy_model(max_loops=12), toy_tokens(1, 10)
+    cache, slow = new_cache(deep, policy), SlowDecoder(deep, policy)
+    edges = [0, 4, 6, 7, 8, 9, 10]
+    differs = False
+    whole = deep(tokens, num_loops=depths[-1])
+    for first, last, depth in zip(edges, edges[1:], depths, strict=False):
+        ours = deep(tokens[:, first:last], num_loops=depth, cache=cache)
+        expected = slow(tokens[:, first:last], num_loops=depth)
+        assert (ours - expected).abs().max() <= TOLERANCE
+        differs = (ours - whole[:, first:last]).abs().max() > TOLERANCE
+    assert differs, "the rule must change what is read"
 
 
 @pytest.mark.parametrize("policy", [p for p in ALL if p != "stash_last"])

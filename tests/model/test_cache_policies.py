@@ -28,6 +28,7 @@ def test_every_policy_of_the_config_has_a_rule(policy):
         ("huginn:latest-m4", [0, 1, 2, 3, 4]),
         ("huginn:compress-s4", [0, 0, 0, 0, 0]),
         ("huginn:latest-m4-compress-s12", [0, 1, 2, 0, 1]),
+        ("huginn:compress-anchor", [0, 1, 2, 3, 4]),
         ("parcae:compress-s2", [0, 1, 0, 1, 0]),
         ("parcae:compress-stride2", [0, 0, 1, 1, 2]),
         ("parcae:compress-first2", [0, 1, 2, 2, 2]),
@@ -38,6 +39,19 @@ def test_groups_of_five_loops(policy, groups):
     rule = cache_rule(policy, config())
     assert [int(rule.group(i, torch.tensor([5]))[0]) for i in range(5)] == groups
     assert rule.num_groups(5) == len(set(groups))
+
+
+@pytest.mark.parametrize("policy", ["huginn:compress-anchor", "huginn:latest-m4-compress-anchor"])
+def test_the_anchor_keeps_eight_loops_and_one_for_all_later_ones(policy):
+    """In the published running numbers of a core of four layers: n below 34 stays, then
+    34 + (n - 34) mod 4."""
+    rule = cache_rule(policy, config())
+    numbers = [2 + 4 * loop_idx for loop_idx in range(20)]
+    kept = [n if n < 34 else 34 + (n - 34) % 4 for n in numbers]
+    groups = [int(rule.group(i, torch.tensor([20]))[0]) for i in range(20)]
+    assert [2 + 4 * group for group in groups] == kept
+    assert [rule.num_groups(k) for k in (1, 8, 9, 20)] == [1, 8, 9, 9]
+    assert rule.missing == ("latest" if "latest" in policy else "refuse")
 
 
 def test_the_last_loops_have_the_same_groups_whatever_the_loop_count():
@@ -57,6 +71,7 @@ def test_the_last_loops_have_the_same_groups_whatever_the_loop_count():
         ("huginn:latest-m4-compress-s2", "keeps 2 layers"),
         ("huginn:latest-m2-compress-s4", "for a core of 2 attention layers"),
         ("parcae:compress-stride0", "number of at least 1"),
+        ("huginn:latest-m2-compress-anchor", "for a core of 2 attention layers"),
         ("huginn:full", "unknown cache policy 'huginn:full'"),
         ("last", "unknown cache policy 'last'"),
     ],
