@@ -79,6 +79,7 @@ class Model:
         cache_policy: CachePolicy | None = None,
         exit_rule: str | None = None,
         exit_threshold: float | None = None,
+        step_sizes: Sequence[float] | None = None,
     ) -> list[Completion]:
         """Continue every prompt as the beginning of a document.
 
@@ -103,12 +104,16 @@ class Model:
             exit_rule: name of a rule of `model/stopping_rules.py` that ends the loops of each new
                 token, such as `kl` or `q_exit`; `num_loops` is then the most. None runs all.
             exit_threshold: of that rule; None for the published one.
+            step_sizes: one per loop, adding up to 1, for a model conditioned on time (LoopFormer);
+                without `num_loops` they say how many run. None for equal steps.
 
         Returns: one `Completion` per prompt, in order; a list also for a single prompt.
         Raises: ValueError for an empty prompt, a loop count the model refuses, a number out of
             range or without effect, more tokens than the model's context, or weights that give
             no numbers.
         """
+        import torch
+
         from depthdial.engine.generate import generate
         from depthdial.engine.sampling import Sampling
 
@@ -117,6 +122,8 @@ class Model:
         if "" in stop_texts:
             raise ValueError("a stop text is empty, which would end every text at once; remove it.")
         prompt_ids = self._prompt_ids(texts)
+        if num_loops is None:
+            num_loops = self.config.num_loops if step_sizes is None else len(step_sizes)
         if max_new_tokens is None:
             room = self.config.max_context - max(map(len, prompt_ids), default=0)
             max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, room))
@@ -128,7 +135,7 @@ class Model:
         results = generate(
             self.looped_lm,
             prompt_ids,
-            num_loops=self.config.num_loops if num_loops is None else num_loops,
+            num_loops=num_loops,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
@@ -137,6 +144,7 @@ class Model:
             is_complete=has_stop_text if stop_texts else None,
             cache_policy=cache_policy,
             stop_rule=_stop_rule(exit_rule, exit_threshold),
+            step_sizes=None if step_sizes is None else torch.tensor(step_sizes),
         )
         return [_completion(self.tokenizer, result, stop_texts) for result in results]
 

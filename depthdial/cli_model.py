@@ -66,6 +66,11 @@ def generate_parser() -> jsonargparse.ArgumentParser:
         metavar="X",
         help="of the rule (the published one; q_exit has none)",
     )
+    parser.add_argument(
+        "--step-sizes",
+        metavar="X,X",
+        help="one per loop, adding up to 1, of a model conditioned on time (equal steps)",
+    )
     parser.add_argument("--device", default="cpu", help="torch device, e.g. cpu, cuda, mps (cpu)")
     return parser
 
@@ -111,6 +116,9 @@ def run_generate(options: Options) -> int:
         raise UsageError("several loop counts go with --compare; without it give one.")
     if options.exit_threshold is not None and options.exit_rule is None:
         raise UsageError("--exit-threshold goes with --exit-rule; name the rule, or leave it out.")
+    steps = _step_sizes(options.step_sizes)
+    if steps is not None and options.compare:
+        raise UsageError("--step-sizes are of one loop count; leave --compare out.")
     if options.cache_policy is not None:
         try:
             check_cache_policy(options.cache_policy)
@@ -120,7 +128,7 @@ def run_generate(options: Options) -> int:
 
     model = load(options.model, device=options.device)
     _check_loops(model.config, asked or [])
-    default = range(1, model.config.max_loops + 1) if options.compare else [model.config.num_loops]
+    default = range(1, model.config.max_loops + 1) if options.compare else [None]
     results = []
     for num_loops in default if asked is None else asked:
         started = time.perf_counter()
@@ -130,6 +138,7 @@ def run_generate(options: Options) -> int:
             stop=options.stop,
             cache_policy=options.cache_policy,
             exit_rule=options.exit_rule,
+            step_sizes=steps,
             **numbers,
         )
         results.append((completion, time.perf_counter() - started))
@@ -140,6 +149,13 @@ def run_generate(options: Options) -> int:
         print(completion.text)
         remark(f"{_depth(model.config, completion)}: {_spent(completion, seconds)}")
     return 0
+
+
+def _step_sizes(text: str | None) -> list[float] | None:
+    """Numbers from `0.5,0.25,0.25`. Raises: UsageError."""
+    if text is None:
+        return None
+    return [number(part.strip(), "--step-sizes", whole=False) for part in text.split(",")]
 
 
 def _check_loops(config: ModelConfig, loops: Sequence[int]) -> None:

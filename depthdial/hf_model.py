@@ -9,9 +9,11 @@ Letters: B batch, T tokens of one call, S columns so far, D model width, V vocab
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
@@ -77,7 +79,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        step_sizes: Tensor | None = None,
+        step_sizes: Tensor | Sequence[float] | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         inputs_embeds: Tensor | None = None,
@@ -98,7 +100,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: make a cache for the whole context; None makes none.
             labels: [B, T], `input_ids` as a rule, -100 where no loss is wanted; shifted here.
             logits_to_keep: last positions to read out, or their places [n]; 0 for all.
-            step_sizes: of the loops, for a model conditioned on time.
+            step_sizes: of the loops, for a model conditioned on time. With beams, which repeat
+                the rows of every tensor, a list or one row per prompt.
             output_hidden_states: also return the states: after the prelude, after every loop,
                 after the coda; the last one times the head gives the logits. A row of fewer loops
                 than others repeats its last state.
@@ -118,7 +121,10 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         wants_states = self._wants_states(output_hidden_states)
         states = RecordedStates(begun.h_in_BTD) if wants_states else None
         state_BTD = self.model.final_state(
-            begun, num_loops=loops, step_sizes=step_sizes, on_loop=states
+            begun,
+            num_loops=loops,
+            step_sizes=None if step_sizes is None else torch.as_tensor(step_sizes),
+            on_loop=states,
         )
         x_BTD = self.model.finish(state_BTD, begun, num_loops=loops)
         if cache is not None:

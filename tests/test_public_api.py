@@ -58,7 +58,7 @@ def test_signature_of_load() -> None:
 def test_signature_of_generate() -> None:
     assert parameters(Model.generate) == (
         "self, prompts, *, num_loops=, max_new_tokens=, temperature=, top_k=, top_p=, min_p=, "
-        "seed=, stop=, cache_policy=, exit_rule=, exit_threshold="
+        "seed=, stop=, cache_policy=, exit_rule=, exit_threshold=, step_sizes="
     )
 
 

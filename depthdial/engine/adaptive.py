@@ -50,6 +50,7 @@ def run_until(
     cache: LoopCache | None = None,
     padding_mask_BT: Tensor | None = None,
     initial_state_BTD: Tensor | None = None,
+    step_sizes: Tensor | None = None,
 ) -> AdaptiveRun:
     """Logits of every row after as many loops as the rule lets it run.
 
@@ -58,7 +59,8 @@ def run_until(
     become copies of its last loop's.
 
     Args:
-        tokens_BT, cache, padding_mask_BT, initial_state_BTD: as in `LoopedLM.forward`.
+        tokens_BT, cache, padding_mask_BT, initial_state_BTD, step_sizes: as in
+            `LoopedLM.forward`; the last are of `max_loops` loops.
         max_loops: most passes, for all rows or one entry per row; what the model is conditioned
             on, if it is.
 
@@ -75,7 +77,7 @@ def run_until(
     real_BT = torch.ones_like(tokens_BT) if padding_mask_BT is None else padding_mask_BT
     watch = _Watch(model, begun, rule=rule, max_loops=max_loops, real_BT=real_BT.bool())
     state_BTD = torch.empty_like(begun.initial_state_BTD)
-    passes = model.iterate(begun, num_loops=max_loops)
+    passes = model.iterate(begun, num_loops=max_loops, step_sizes=step_sizes)
     done: LoopPass | None = next(passes)
     while done is not None:
         rows = watch.rows_of(done)

@@ -56,6 +56,7 @@ def generate(
     cache_policy: CachePolicy | None = None,
     prefill_chunk: int | None = None,
     stop_rule: StoppingRule | None = None,
+    step_sizes: Tensor | None = None,
 ) -> list[Generation]:
     """Continue every prompt by up to `max_new_tokens`.
 
@@ -69,11 +70,12 @@ def generate(
         prefill_chunk: tokens per prompt call; None for the whole prompt at once.
         stop_rule: ends the loops of each new token; `num_loops` is the most it may run. The
             prompt, and with it the first new token, always runs all of them. None runs all.
+        step_sizes: of the loops, for a model conditioned on time; as in `LoopedLM.forward`.
 
     Returns: one `Generation` per prompt, in order.
-    Raises: ValueError for an empty prompt, an unknown id, a loop count the model refuses, a
-        prompt and limit beyond `max_context`, a rule that does not go with model or cache, or
-        logits that are no finite numbers.
+    Raises: ValueError for an empty prompt, an unknown id, a loop count or step sizes that the model
+        refuses, a prompt and limit beyond `max_context`, a rule that does not go with model or
+        cache, or logits that are no finite numbers.
     """
     if prefill_chunk is not None:
         _check_whole("prefill_chunk", prefill_chunk)
@@ -92,7 +94,9 @@ def generate(
         check_can_stop(model.config, stop_rule, cache=cache)
         warn_if_conditioned(model.config)
     with model.modulation.tabulated():
-        logits_BV = _prefill(model, prompts, loops, cache=cache, chunk=prefill_chunk)
+        logits_BV = _prefill(
+            model, prompts, loops, cache=cache, chunk=prefill_chunk, step_sizes=step_sizes
+        )
         cache.end_prompt()
         decoded = _decode(
             model,
@@ -104,6 +108,7 @@ def generate(
             stop_ids=stop_ids,
             is_complete=is_complete,
             stop_rule=stop_rule,
+            step_sizes=step_sizes,
         )
     most_loops = torch.as_tensor(loops).expand(batch_size).tolist()
     return [
@@ -141,6 +146,7 @@ def _decode(
     stop_ids: Sequence[int],
     is_complete: Callable[[Sequence[int]], bool] | None,
     stop_rule: StoppingRule | None,
+    step_sizes: Tensor | None,
 ) -> _Decoded:
     """One token per call."""
     device = logits_BV.device
@@ -166,7 +172,13 @@ def _decode(
         # A finished row brings padding from here on: nothing of it is stored or attended.
         tokens_BT, real_BT = next_B[:, None].to(device), is_open_B[:, None].to(device)
         if stop_rule is None:
-            logits_BTV = model(tokens_BT, num_loops=loops, cache=cache, padding_mask_BT=real_BT)
+            logits_BTV = model(
+                tokens_BT,
+                num_loops=loops,
+                cache=cache,
+                padding_mask_BT=real_BT,
+                step_sizes=step_sizes,
+            )
         else:
             logits_BTV, loops_B, _, _ = run_until(
                 model,
@@ -175,6 +187,7 @@ def _decode(
                 max_loops=loops,
                 cache=cache,
                 padding_mask_BT=real_BT,
+                step_sizes=step_sizes,
             )
         logits_BV = logits_BTV[:, 0]
     return _Decoded(new_ids, loops_of_tokens, is_open_B)
@@ -196,6 +209,7 @@ def _prefill(
     *,
     cache: LoopCache,
     chunk: int | None,
+    step_sizes: Tensor | None,
 ) -> Tensor:
     """Store all prompts and return the logits after each one's last token, [B, V]."""
     device = model.embedding.weight.device
@@ -215,6 +229,7 @@ def _prefill(
             num_loops=loops,
             cache=cache,
             padding_mask_BT=real_BT[:, start:end].to(device),
+            step_sizes=step_sizes,
         )
         ends_here = ((lengths_B > start) & (lengths_B <= end)).nonzero()[:, 0]
         last_BD[ends_here] = x_BTD[ends_here, lengths_B[ends_here] - 1 - start]
