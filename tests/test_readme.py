@@ -119,6 +119,14 @@ def test_quoted_cost_of_opening_is_the_measured_one():
     ]
 
 
+def test_opening_a_checkpoint_stays_within_its_limits():
+    """Time over that of a plain safetensors load, memory over the size of the file."""
+    record = json.loads((RESULTS / "open_checkpoint.json").read_text())
+    assert record["time_ratio_median"] <= 1.3
+    assert record["time_ratio_min"] <= 1.3
+    assert record["memory_ratio"] <= 1.1
+
+
 def test_pictures_exist():
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README)
     assert pictures

@@ -81,4 +81,6 @@ def states_of(model: LoopedLM, tokens_BT: Tensor, num_loops: int, **arguments: A
         on_loop=lambda loop_idx, state_BTD, rows: states.append(state_BTD),
         **arguments,
     )
+    # A comparison that walks the states would pass if some were missing.
+    assert len(states) == num_loops, f"{len(states)} states of {num_loops} loops"
     return states

@@ -158,7 +158,7 @@ def test_names_of_one_rule_agree(opened, policy, golden, rule):
 def test_loopus_with_one_cache_per_loop(opened):
     case, model = opened("loopus")
     logits = decode(model, case.vectors["input_ids"], policy="per_loop", loops=steady(6))
-    close(logits, case.vectors["logits_decode"], 2e-4)
+    close(logits, case.vectors["logits_decode"], 5e-5)
 
 
 def test_loopus_prompt_in_pieces(opened):
@@ -166,7 +166,7 @@ def test_loopus_prompt_in_pieces(opened):
     case, model = opened("loopus")
     tokens = case.vectors["input_ids"]
     logits = decode(model, tokens, policy="per_loop", loops=steady(6), cuts=(3, 4))
-    close(logits, case.vectors["logits_k6"], 2e-4)
+    close(logits, case.vectors["logits_k6"], 5e-5)
 
 
 def test_iquest_prompt_in_pieces_longer_than_its_window(opened):

@@ -6,7 +6,7 @@ The README of each golden case says what its tensors mean.
 import pytest
 import torch
 import torch.nn.functional as F
-from goldens import close, open_golden
+from goldens import close, open_golden, states_of
 
 from depthdial.engine.adaptive import run_until
 from depthdial.model.halting import (
@@ -145,6 +145,37 @@ def test_halting_depths_and_logits(loopus, loopus_points, name):
 
 
 # ---- the same decisions by running the model
+
+
+@pytest.fixture(scope="module")
+def ouro_run():
+    """(exit distribution, logits of every loop) of one run of the model over all tokens."""
+    case = open_golden("ouro")
+    model = case.model()
+    with torch.no_grad():
+        states = states_of(model, case.vectors["input_ids"], 4)
+        gates_BTL = torch.stack([model.exit_gate(state) for state in states], dim=-1)
+        return exit_distribution(gates_BTL), [model.head(state) for state in states]
+
+
+def test_the_exit_distribution_of_the_model(ouro, ouro_run):
+    close(ouro_run[0], ouro["exit_pdf"], 1e-5)
+
+
+def test_loops_and_logits_of_the_model_at_every_q(ouro, ouro_run):
+    p_BTL, logits = ouro_run
+    for i, q in enumerate(ouro["q_values"].tolist()):
+        loops_BT = q_exit(p_BTL, q)
+        assert torch.equal(loops_BT, ouro["qexit_loops"][i])
+        close(select_by_loop(logits, loops_BT), ouro["qexit_logits"][i], 1e-4)
+
+
+def test_weighted_logits_of_the_model_and_their_loss(ouro, ouro_run):
+    p_BTL, logits = ouro_run
+    mixed_BTV = mix_by_distribution(logits, p_BTL)
+    close(mixed_BTV, ouro["logits_weighted"], 1e-4)
+    loss = F.cross_entropy(mixed_BTV[:, :-1].flatten(0, 1), ouro["input_ids"][:, 1:].flatten())
+    close(loss[None], ouro["loss_with_labels"], 1e-4)
 
 
 def test_q_exit_of_single_tokens_takes_the_published_depths():

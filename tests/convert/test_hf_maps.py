@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from goldens import GOLDEN, open_golden, published
-from published import copy_golden, edit_json
+from goldens import open_golden, published
+from published import add_tokenizer, copy_golden, edit_json
 
 import depthdial
 from depthdial.config import ModelConfig
@@ -182,7 +182,7 @@ FAMILY_WORDS = re.compile(
     r"parcae|loopformer|loopus|lds)\b",
     re.IGNORECASE,
 )
-MAY_NAME_FAMILIES = ("convert", "model/presets.py")
+MAY_NAME_FAMILIES = ("convert/", "model/presets.py")
 POLICY_PREFIXES = ("huginn", "parcae")
 POLICY = re.compile(rf"\b({'|'.join(POLICY_PREFIXES)}):[\w-]+")
 """Published cache policies, whose names carry the family they came with."""
@@ -193,7 +193,10 @@ ROPE_KIND = "llama3"
 
 
 def words_in_code(path):
-    """Names and strings of a file; docstrings and comments cite sources and are left out."""
+    """Names and strings of a file, also of parameters, keywords and imported modules.
+
+    Docstrings and comments cite sources and are left out.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     prose = {
         id(node.value)
@@ -207,8 +210,20 @@ def words_in_code(path):
             yield node.id
         elif isinstance(node, ast.Attribute):
             yield node.attr
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.alias):
+            yield from (node.name, node.asname or "")
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def families_in(words):
+    """Families named in a name or a string, also as a part in snake or camel case."""
+    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", words)
+    return FAMILY_WORDS.findall(f"{words} {parts}".replace("_", " "))
 
 
 def test_no_family_is_named_outside_the_maps():
@@ -218,32 +233,59 @@ def test_no_family_is_named_outside_the_maps():
         if name.startswith(MAY_NAME_FAMILIES):
             continue
         for words in words_in_code(path):
-            rest = POLICY.sub("", words).replace("_", " ")
-            for word in FAMILY_WORDS.findall(rest):
+            for word in families_in(POLICY.sub("", words)):
                 is_policy = name in POLICY_FILES and word in POLICY_PREFIXES
                 if word != ROPE_KIND and not is_policy:
                     found.append(f"{name}: {word} in {words!r}")
     assert found == []
 
 
-def test_self_a_family_in_a_name_or_a_string_is_found(tmp_path):
+@pytest.mark.parametrize(
+    ("code", "family"),
+    [
+        ("is_ouro_model = 1", "ouro"),
+        ("kind == 'x Dory'", "Dory"),
+        ("class LlamaBlock: pass", "Llama"),
+        ("async def raven(): pass", "raven"),
+        ("def f(*, parcae_rule=None): pass", "parcae"),
+        ("lambda huginn: 1", "huginn"),
+        ("f(loopus=1)", "loopus"),
+        ("import a.qwen3", "qwen3"),
+        ("import numpy as dory", "dory"),
+        ("from a.nanbeige.b import c", "nanbeige"),
+        ("from a import loopformer", "loopformer"),
+    ],
+)
+def test_self_a_family_in_a_name_or_a_string_is_found(tmp_path, code, family):
     path = tmp_path / "a.py"
-    path.write_text('"""Ouro, arXiv 2510.25741."""\n# Ouro\nis_ouro_model = kind == "x Dory"\n')
-    words = " ".join(words_in_code(path)).replace("_", " ")
-    assert FAMILY_WORDS.findall(words) == ["ouro", "Dory"]
+    path.write_text(f'"""Ouro, arXiv 2510.25741."""\n# Ouro\n{code}\n')
+    found = [word for words in words_in_code(path) for word in families_in(words)]
+    assert set(found) == {family}
 
 
-def test_importing_loads_no_model_class_of_transformers():
-    code = (
-        "import sys, json\n"
-        "import depthdial.convert.hf_maps as maps\n"
-        "from depthdial.model.looped_lm import LoopedLM\n"
-        f"values = json.load(open({str(GOLDEN / 'ouro' / 'config.json')!r}))\n"
-        "LoopedLM(maps.map_config(values)[1])\n"
-        "print([name for name in sys.modules if name.startswith('transformers')])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+IMPORT_ALL = """
+import sys
+from depthdial.cli import main
+from depthdial.convert.hf_io import import_checkpoint
+from depthdial.data.tokenizer import Tokenizer
+
+root, *names = sys.argv[1:]
+for name in names:
+    import_checkpoint(f"{root}/{name}", f"{root}/{name}-ours")
+    assert Tokenizer.from_dir(f"{root}/{name}-ours").encode("the ship")
+assert main(["import", f"{root}/{names[0]}", f"{root}/by-command"]) == 0
+print([name for name in sys.modules if name.startswith("transformers")], file=sys.stderr)
+"""
+
+
+def test_importing_loads_no_model_class_of_transformers(tmp_path):
+    """Every golden case with a tokenizer, by the function and by the command, in one process."""
+    for name in CASES:
+        add_tokenizer(copy_golden(name, tmp_path / name))
+    argv = [sys.executable, "-c", IMPORT_ALL, str(tmp_path), *CASES]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def test_every_config_of_ours_is_plain_data():
