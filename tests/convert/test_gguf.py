@@ -116,6 +116,50 @@ def test_a_gguf_file_gives_the_model_of_the_same_safetensors(source, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def untied(source, quantise=None):
+    """The golden llama with a head of its own. Returns: the head."""
+    head = torch.randn(96, 32, generator=torch.Generator().manual_seed(7))
+    values = head.numpy()
+    if quantise is not None:
+        values = gguf.quants.quantize(values, quantise)
+
+    def add_head(writer):
+        writer.add_tensor("output.weight", values, raw_dtype=quantise)
+
+    write_gguf(source, edit=add_head)
+    return head if quantise is None else torch.from_numpy(gguf.dequantize(values, quantise))
+
+
+@pytest.mark.parametrize("quantise", [None, gguf.GGMLQuantizationType.Q8_0])
+def test_a_head_of_its_own_is_read_and_not_tied(source, tmp_path, quantise):
+    head = untied(source, quantise)
+    config = import_checkpoint(source, tmp_path / "a").config
+    tensors = tensors_of(tmp_path / "a")
+    assert not config.tie_embeddings
+    assert torch.equal(tensors["lm_head.weight"], head)
+    embedding = read_tensors(GOLDEN / "llama" / WEIGHTS)["model.embed_tokens.weight"]
+    assert torch.equal(tensors["embedding.weight"], embedding)
+
+
+def test_logits_are_those_of_the_head_of_its_own(source, tmp_path):
+    head = untied(source)
+    import_checkpoint(source, tmp_path / "a")
+    model, tokens = load_model(tmp_path / "a").eval(), torch.arange(8)[None]
+    states = []
+    logits = model(tokens, num_loops=1, on_loop=lambda i, state, rows: states.append(state))
+    assert logits.shape == (1, 8, 96)
+    normed = F.rms_norm(states[0], (32,), model.final_norm.weight, eps=1e-5)
+    torch.testing.assert_close(logits, normed @ head.T, rtol=0, atol=1e-4)
+
+
+def test_a_head_of_its_own_is_exported_in_the_llama_format(source, tmp_path):
+    head = untied(source)
+    import_checkpoint(source, tmp_path / "a")
+    export_checkpoint(tmp_path / "a", tmp_path / "x", family="llama")
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(tensors_of(tmp_path / "x")["lm_head.weight"], head)
+
+
 def test_the_folder_of_a_gguf_file_is_taken_too(source, tmp_path):
     write_gguf(source)
     assert import_checkpoint(source.parent, tmp_path / "a").family == "llama"
@@ -238,6 +282,28 @@ def refused(source, tmp_path, match):
 )
 def test_a_key_without_a_meaning_here_is_refused_by_name(source, tmp_path, edit, match):
     refused(write_gguf(source, edit=edit), tmp_path, match)
+
+
+@pytest.mark.parametrize(
+    "stem", ["rope_freqs", "rope_factors_long", "blk.0.attn_q_norm", "mystery"]
+)
+def test_a_tensor_without_a_meaning_here_is_refused_by_name(source, tmp_path, stem):
+    def add_tensor(writer):
+        writer.add_tensor(f"{stem}.weight", torch.ones(4).numpy())
+
+    write_gguf(source, edit=add_tensor)
+    refused(source, tmp_path, f"model.gguf: tensor '{stem}.weight' has no known meaning")
+
+
+def test_rotary_factors_are_refused_with_their_reason_and_a_way_out(source, tmp_path):
+    """Llama 3.1 and later: read without them, long texts would be rotated wrongly."""
+    write_gguf(source, edit=lambda w: w.add_tensor("rope_freqs.weight", torch.ones(4).numpy()))
+    refused(
+        source,
+        tmp_path,
+        "'rope_freqs.weight' .* rotary factors for a longer context, which GGUF gives without "
+        "their rule. Import the model's safetensors version",
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The attention layer: heads, widths, rotation, normalised queries and keys."""
+"""The attention layer: heads, widths, biases, rotation, normalised queries and keys."""
 
 import pytest
 import torch
@@ -11,10 +11,16 @@ D, T = 10, 5
 EPS = 1e-6
 
 
-def layer(*, heads=4, groups=2, width=6, qk_norm="none"):
+def layer(*, heads=4, groups=2, width=6, qk_norm="none", bias="none"):
     torch.manual_seed(0)
     return Attention(
-        D, num_heads=heads, num_kv_heads=groups, head_dim=width, qk_norm=qk_norm, qk_norm_eps=EPS
+        D,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=width,
+        qk_norm=qk_norm,
+        qk_norm_eps=EPS,
+        bias=bias,
     )
 
 
@@ -60,6 +66,47 @@ def test_layer_equals_head_by_head_attention(heads, groups, width, qk_norm):
     y = attention(x[None], **around)[0]
     expected = head_by_head(attention, x, rotary=around["view"].rotary)
     torch.testing.assert_close(y, expected, rtol=0, atol=2e-6)
+
+
+BIASES = ("none", "qk", "qkv", "qkvo")
+
+
+def projected(linear, x):
+    """x W^T + b, written out."""
+    y = torch.nn.functional.linear(x, linear.weight)
+    return y if linear.bias is None else y + linear.bias
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_biases_are_added_to_their_projections(bias):
+    """Queries and keys before they turn, values before they are mixed, the output last."""
+    heads, groups, width = 4, 2, 6
+    attention, x = layer(bias=bias), torch.randn(T, D)
+    around = surroundings(width, start=3)
+    q, k, v = (
+        projected(linear, x).view(T, -1, width)
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    q, k = (rotate(y[None], around["view"].rotary)[0] for y in (q, k))
+    # One key and value head for each query head of its group; the heads in front, as torch wants.
+    k, v = (y.repeat_interleave(heads // groups, dim=1) for y in (k, v))
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        *(y.transpose(0, 1) for y in (q, k, v)), is_causal=True
+    )
+    expected = projected(attention.o_proj, mixed.transpose(0, 1).reshape(T, heads * width))
+    torch.testing.assert_close(attention(x[None], **around)[0], expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_only_the_named_projections_have_a_bias_and_each_one_acts(bias):
+    attention, x = layer(bias=bias), torch.randn(1, T, D)
+    names = {name for name, _ in attention.named_parameters() if name.endswith("bias")}
+    assert names == {f"{letter}_proj.bias" for letter in bias.replace("none", "")}
+    for name in names:
+        before = attention(x, **surroundings(6))
+        with torch.no_grad():
+            attention.get_parameter(name).add_(torch.randn_like(attention.get_parameter(name)))
+        assert not torch.allclose(attention(x, **surroundings(6)), before, atol=1e-3), name
 
 
 def test_head_dim_is_free_of_width_and_heads():

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and SwiGLU against scalar formulas."""
+"""Norms, rotary positions and MLPs against scalar formulas."""
 
 import math
 
@@ -6,8 +6,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from depthdial.layers.primitives import RMSNorm, SwiGLU, rms_normalise, rotary_table, rotate
+from depthdial.config import RopeScaling
+from depthdial.layers.primitives import (
+    PlainMLP,
+    RMSNorm,
+    SwiGLU,
+    rms_normalise,
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+)
 
 EPS = 1e-6
 
@@ -27,6 +37,26 @@ def scalar_rotation(channels, *, position, rotary_dim, theta):
         turned[j] = a * math.cos(angle) - b * math.sin(angle)
         turned[j + half] = b * math.cos(angle) + a * math.sin(angle)
     return turned
+
+
+def scalar_llama3(frequency, scaling):
+    """One frequency as Llama 3.1 slows it down, and the band of its wavelength.
+
+    Below context / high: kept; above context / low: divided by the factor; between: a blend whose
+    share of the kept one grows from 0 to 1 with context / wavelength from low to high.
+    """
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_context / high:
+        return frequency, "kept"
+    if wavelength > scaling.original_context / low:
+        return frequency / scaling.factor, "divided"
+    smooth = (scaling.original_context / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency, "blended"
+
+
+def scalar_frequencies(rotary_dim, theta):
+    return [theta ** (-2 * j / rotary_dim) for j in range(rotary_dim // 2)]
 
 
 # ---- RMSNorm
@@ -128,6 +158,116 @@ def test_angles_are_computed_in_fp32_before_the_cast():
     assert float(table.cos[0, 1, 0, 0]) == pytest.approx(math.cos(257), abs=0.01)
 
 
+# ---- scaled rotation
+
+
+def llama3(factor, low, high, context):
+    return RopeScaling(
+        kind="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_context=context,
+    )
+
+
+LLAMA3 = [
+    pytest.param(128, 500_000.0, llama3(8.0, 1.0, 4.0, 8192), id="Llama 3.1 8B"),
+    pytest.param(64, 500_000.0, llama3(32.0, 1.0, 4.0, 8192), id="Llama 3.2 1B"),
+    pytest.param(16, 10_000.0, llama3(3.0, 1.5, 9.0, 500), id="other factors"),
+]
+LINEAR = [
+    pytest.param(128, 10_000.0, RopeScaling(kind="linear", factor=4.0), id="factor 4"),
+    pytest.param(8, 500_000.0, RopeScaling(kind="linear", factor=2.5), id="factor 2.5"),
+]
+RELATIVE = {"rtol": 2e-6, "atol": 0}
+"""float32 against float64, of frequencies between 1 and 1e-6."""
+
+
+@pytest.mark.parametrize(("rotary_dim", "theta", "scaling"), LLAMA3)
+def test_llama3_scaling_equals_the_scalar_formula_in_each_band(rotary_dim, theta, scaling):
+    pairs = [scalar_llama3(x, scaling) for x in scalar_frequencies(rotary_dim, theta)]
+    assert {band for _, band in pairs} == {"kept", "blended", "divided"}
+    expected = torch.tensor([frequency for frequency, _ in pairs], dtype=torch.float64)
+    actual = rotary_frequencies(rotary_dim, theta, scaling=scaling)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, **RELATIVE)
+
+
+@pytest.mark.parametrize(("rotary_dim", "theta", "scaling"), LLAMA3)
+def test_llama3_scaling_leaves_short_waves_as_they_are(rotary_dim, theta, scaling):
+    bands = [scalar_llama3(x, scaling)[1] for x in scalar_frequencies(rotary_dim, theta)]
+    is_kept = torch.tensor([band == "kept" for band in bands])
+    scaled, plain = (rotary_frequencies(rotary_dim, theta, scaling=x) for x in (scaling, None))
+    # One rounding of float32.
+    torch.testing.assert_close(scaled[is_kept], plain[is_kept], rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize("context", [32, 64])
+def test_llama3_scaling_is_continuous_where_its_bands_meet(context):
+    """Channel 0 has the wavelength 2 pi: the context puts it on an edge of the blend."""
+    edge = context / (2 * math.pi)
+    at_low, at_high = llama3(8.0, edge, 2 * edge, context), llama3(8.0, edge / 2, edge, context)
+    divided, kept = (float(rotary_frequencies(2, 1e4, scaling=x)[0]) for x in (at_low, at_high))
+    assert divided == pytest.approx(1 / 8, rel=1e-6)
+    assert kept == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(("rotary_dim", "theta", "scaling"), LINEAR)
+def test_linear_scaling_divides_every_frequency(rotary_dim, theta, scaling):
+    expected = [x / scaling.factor for x in scalar_frequencies(rotary_dim, theta)]
+    actual = rotary_frequencies(rotary_dim, theta, scaling=scaling)
+    torch.testing.assert_close(
+        actual.double(), torch.tensor(expected, dtype=torch.float64), **RELATIVE
+    )
+
+
+@pytest.mark.parametrize(("rotary_dim", "theta", "scaling"), [*LLAMA3, *LINEAR])
+def test_scaled_frequencies_are_those_of_transformers(rotary_dim, theta, scaling):
+    transformers = pytest.importorskip("transformers", reason="pip install 'depthdial[hf]'")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {"rope_type": scaling.kind, "factor": scaling.factor, "rope_theta": theta}
+    if scaling.kind == "llama3":
+        parameters |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    config = transformers.LlamaConfig(
+        hidden_size=rotary_dim,
+        num_attention_heads=1,
+        head_dim=rotary_dim,
+        max_position_embeddings=131_072,
+        rope_parameters=parameters,
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
+    assert factor == 1.0
+    actual = rotary_frequencies(rotary_dim, theta, scaling=scaling)
+    torch.testing.assert_close(actual, expected, **RELATIVE)
+
+
+@pytest.mark.parametrize(("rotary_dim", "theta", "scaling"), [LLAMA3[2], LINEAR[1]])
+def test_a_scaled_table_turns_positions_at_the_scaled_frequencies(rotary_dim, theta, scaling):
+    frequencies = scalar_frequencies(rotary_dim, theta)
+    if scaling.kind == "llama3":
+        slowed = [scalar_llama3(x, scaling)[0] for x in frequencies]
+    else:
+        slowed = [x / scaling.factor for x in frequencies]
+    table = rotary_table(
+        torch.tensor([[0, 3, 700]]),
+        rotary_dim=rotary_dim,
+        theta=theta,
+        dtype=torch.float32,
+        scaling=scaling,
+    )
+    for t, position in enumerate((0, 3, 700)):
+        for j, frequency in enumerate(slowed):
+            angle = position * frequency
+            assert float(table.cos[0, t, 0, j]) == pytest.approx(math.cos(angle), abs=1e-4)
+            assert float(table.sin[0, t, 0, j]) == pytest.approx(math.sin(angle), abs=1e-4)
+
+
 # ---- SwiGLU
 
 
@@ -146,3 +286,36 @@ def test_swiglu_has_three_matrices_and_no_bias():
         "up_proj.weight": (5, 3),
         "down_proj.weight": (3, 5),
     }
+
+
+def test_swiglu_with_biases_equals_its_formula():
+    mlp = SwiGLU(3, 5, bias=True).double()
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    gate = x @ mlp.gate_proj.weight.T + mlp.gate_proj.bias
+    up = x @ mlp.up_proj.weight.T + mlp.up_proj.bias
+    expected = (F.silu(gate) * up) @ mlp.down_proj.weight.T + mlp.down_proj.bias
+    torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-12)
+
+
+# ---- MLPs of two matrices
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "scalar"),
+    [
+        ("relu_squared", lambda x: max(x, 0.0) ** 2),
+        ("half_relu_squared", lambda x: max(x, 0.0) ** 2 / 2),
+        ("gelu", lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2),
+    ],
+)
+def test_a_plain_mlp_equals_its_formula(activation, scalar, bias):
+    mlp = PlainMLP(3, 5, activation=activation, bias=bias).double()
+    x = 2 * torch.randn(2, 4, 3, dtype=torch.float64)
+    up = F.linear(x, mlp.up_proj.weight, mlp.up_proj.bias)
+    assert (up > 0).any() and (up < 0).any()
+    expected = F.linear(
+        up.detach().clone().apply_(scalar), mlp.down_proj.weight, mlp.down_proj.bias
+    )
+    torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-12)
+    assert (mlp.up_proj.bias is None, mlp.down_proj.bias is None) == (not bias, not bias)
