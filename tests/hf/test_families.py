@@ -6,13 +6,26 @@ be that model, through files, caches, padding and beams.
 
 import pytest
 import torch
-from goldens import open_golden
-from transformers import AutoModelForCausalLM
+from goldens import close, open_golden
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from depthdial.convert.base_model import Window
+from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
+from depthdial.convert.methods import read_options
+from depthdial.convert.retrofit import retrofit
+from depthdial.engine.generate import generate
 from depthdial.hf_model import DepthdialForCausalLM
-from depthdial.model.checkpoint import save_model
+from depthdial.model.checkpoint import load_model, save_model
+from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
+LOOP_SPLIT = {"enable_double_loop_split": True, "loop_middle_layers": 2}
+SWITCHES = {
+    "nanbeige, norm skipped": {"skip_loop_final_norm": True},
+    "nanbeige, split": LOOP_SPLIT,
+    "nanbeige, split with shared keys": {**LOOP_SPLIT, "loop_share_kv": True},
+}
+"""Case -> keys of Nanbeige's published config that are changed."""
 CASES = (
     "dory",
     "huginn",
@@ -21,28 +34,56 @@ CASES = (
     "loopformer",
     "loopus",
     "nanbeige",
+    *SWITCHES,
     "ouro",
     "parcae",
     "qwen3",
+    "retrofit",
     "rrt-lora",
 )
 PADS = (4, 0, 1)
 NEW_TOKENS = 6
 
 
+def retrofitted(folder):
+    """The dense case converted, one layer dropped, exported as `retrofit` and imported again."""
+    golden = open_golden("llama")
+    model = retrofit(
+        golden.model().eval(),
+        golden.vectors["input_ids"],
+        method="retrofitted-recurrence",
+        window=Window(1, 4),
+        options=read_options("retrofitted-recurrence", {"coda": 1}),
+    ).model
+    # As after training: with [0 | I] no loop reads the state of the one before.
+    model.injection.adapter.weight[:, :32] += 0.1 * torch.eye(32)
+    save_model(model, folder / "converted")
+    export_checkpoint(folder / "converted", folder / "exported", family="retrofit")
+    import_checkpoint(folder / "exported", folder / "imported")
+    return load_model(folder / "imported").eval()
+
+
+def model_of(name, folder):
+    """A family's model. folder: for files on the way."""
+    if name == "retrofit":
+        return retrofitted(folder)
+    if name in SWITCHES:
+        return open_golden("nanbeige", **SWITCHES[name]).model().eval()
+    return open_golden(name).model().eval()
+
+
 class Case:
     """One family's model in a folder, opened with transformers."""
 
     def __init__(self, name, folder):
-        golden = open_golden(name)
-        self.folder, self.ours = folder, golden.model().eval()
-        save_model(self.ours, folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.folder, self.ours = folder / "model", model_of(name, folder)
+        save_model(self.ours, self.folder)
+        self.model = AutoModelForCausalLM.from_pretrained(self.folder)
         generator = torch.Generator().manual_seed(5)
-        config = golden.config
+        config = self.ours.config
         self.tokens = torch.randint(0, config.vocab_size, (3, 9), generator=generator)
         self.mask = (torch.arange(9) >= torch.tensor(PADS)[:, None]).long()
-        self.loops = sorted({1, min(config.num_loops, 4)})
+        self.loops = sorted({1, min(config.max_loops, 4)})
         # Only these keep every entry that the whole text would read at once.
         exact = config.loop.cache_policy == "share_first"
         self.policy = config.loop.cache_policy if exact else "per_loop"
@@ -60,7 +101,7 @@ class Case:
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     with torch.no_grad():
-        return Case(request.param, tmp_path_factory.mktemp(request.param))
+        return Case(request.param, tmp_path_factory.mktemp("case"))
 
 
 def test_the_wrapped_model_is_the_one_looped_lm(case):
@@ -80,6 +121,25 @@ def test_generation_with_cache_is_without(case):
             for use_cache in (True, False)
         )
         assert torch.equal(with_cache, without)
+
+
+def test_our_own_generation_is_that_of_the_face(case):
+    prompts = [case.tokens[row, pads:].tolist() for row, pads in enumerate(PADS)]
+    for num_loops in case.loops:
+        ours = generate(
+            case.ours, prompts, num_loops=num_loops, max_new_tokens=NEW_TOKENS,
+            cache_policy=case.policy,
+        )  # fmt: skip
+        theirs = case.greedy(case.tokens, case.mask, num_loops=num_loops)
+        assert [row.token_ids for row in ours] == theirs.tolist()
+
+
+def test_tokens_one_by_one_in_our_cache_have_the_logits_of_one_pass(case):
+    for num_loops in case.loops:
+        cache = LoopCache(case.ours.config, batch_size=3, capacity=9, policy=case.policy)
+        pieces = case.tokens.split([4, 1, 1, 1, 1, 1], dim=1)
+        logits = [case.ours(piece, num_loops=num_loops, cache=cache) for piece in pieces]
+        close(torch.cat(logits, dim=1), case.ours(case.tokens, num_loops=num_loops), 1e-4)
 
 
 def test_left_padded_rows_are_the_rows_alone(case):
@@ -122,3 +182,40 @@ def test_b49_states_of_every_loop_and_the_last_gives_the_logits(case):
         out = case.model(case.tokens, num_loops=num_loops, output_hidden_states=True)
         assert len(out.hidden_states) == num_loops + 2
         assert torch.equal(case.ours.head(out.hidden_states[-1]), out.logits)
+
+
+# ---- switches of the dense layers, which no golden case has
+
+ROTATION = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rotation", ROTATION)
+def test_biases_and_scaled_rotation_are_those_of_transformers_own_llama(
+    tmp_path, rotation, has_bias
+):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48, num_hidden_layers=2, max_position_embeddings=512,
+        initializer_range=0.3, attention_bias=has_bias, mlp_bias=has_bias,
+        rope_parameters=ROTATION[rotation],
+    )  # fmt: skip
+    torch.manual_seed(3)
+    theirs = LlamaForCausalLM(config).eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    theirs.save_pretrained(tmp_path / "source")
+    import_checkpoint(tmp_path / "source", tmp_path / "ours")
+    ours = load_model(tmp_path / "ours").eval()
+    tokens = torch.randint(0, 64, (2, 200))
+    assert ours.config.attention_bias == ("qkvo" if has_bias else "none")
+    assert (ours.config.rope_scaling is None) == (rotation == "default")
+    close(ours(tokens, num_loops=1), theirs(tokens).logits, 1e-4)
