@@ -179,7 +179,7 @@ def export_checkpoint(
     origin = Origin.load(folder)
     own = origin if origin is not None and origin.family == family and origin.tensors else None
     values = known.write(config, None if origin is None else origin.config)
-    warnings = _lost_loops(known, config, values)
+    warnings = (*_lost_loops(known, config, values), *_lost_training(known, config, values))
     as_it_came = own is not None and values == own.config
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
     rules = rules_to_export(
@@ -255,6 +255,18 @@ def _lost_loops(known: Family, config: ModelConfig, values: dict[str, Any]) -> t
         f"The format does not state that the model is made for 1 to {config.max_loops} loops: "
         f"opened from this export, it counts as made for 1 to {meant}.",
     )
+
+
+def _lost_training(known: Family, config: ModelConfig, values: dict[str, Any]) -> Iterator[str]:
+    """A warning where what is read from the export claims more training than there was."""
+    meant = known.read(SourceConfig(values))
+    claimed = set(meant.trained_at) - set(config.trained_at)
+    if claimed:
+        shown = ", ".join(map(str, sorted(claimed)))
+        yield (
+            "The format does not state which loop counts training has run: opened from this "
+            f"export, k = {shown} count as trained, which they are not."
+        )
 
 
 def _mixed_formats(specs: Mapping[str, TensorSpec]) -> Iterator[str]:

@@ -56,3 +56,11 @@ def test_the_command_line_prints_the_warning(tmp_path, capsys):
     folder = imported("ouro", tmp_path / "a", max_loops=8)
     assert main(["export", str(folder), "--as", "ouro", str(tmp_path / "x")]) == 0
     assert "counts as made for 1 to 4" in " ".join(capsys.readouterr().out.split())
+
+
+def test_training_that_a_format_would_claim_is_denied_in_report_and_card(tmp_path):
+    """A conversion that nobody healed came back as trained at every loop count."""
+    folder = imported("ouro", tmp_path / "a", trained_loops=(4,))
+    [warning] = export_checkpoint(folder, tmp_path / "x", family="ouro").warnings
+    assert "opened from this export, k = 1, 2, 3 count as trained, which they are not" in warning
+    assert warning in (tmp_path / "x" / "README.md").read_text()
