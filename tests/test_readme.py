@@ -11,6 +11,10 @@ from depthdial.cli import COMMANDS
 from depthdial.convert.hf_maps import FAMILIES
 from depthdial.convert.methods import METHODS
 from depthdial.model.stopping_rules import STOPPING_RULES
+from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPS
+from depthdial.studies.retrofit_data import TRAINED_CORPORA
+from depthdial.studies.retrofit_results import accuracy_difference, difference, mean_loss
+from depthdial.studies.retrofit_words import DEEP, scores_of, write_results
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -167,3 +171,41 @@ def test_quoted_demo_numbers_are_those_of_the_report():
     losses = {depth["num_loops"]: depth["loss"] for depth in pointer["depths"]}
     assert f"{100 * (losses[1] - losses[4]) / losses[1]:.1f} %" in README
     assert f"{100 * (losses[1] / pointer['baseline']['loss'] - 1):+.1f} %" in README
+
+
+def test_quoted_gains_of_a_converted_model_are_the_measured_ones():
+    record = json.loads((RESULTS / "retrofit.json").read_text())
+    text, chains = scores_of(record["text"]), scores_of(record["chains"])
+    data, time = (CONTROL.name, 1), (EQUAL_TIME.name, 1)
+
+    def loss(side, k):
+        return mean_loss(text, side, k, prefixes=TRAINED_CORPORA)
+
+    def gain(other):
+        found = difference(text, ("joint", 2), other, prefixes=TRAINED_CORPORA)
+        return f"{found.interval.estimate:+.3f}"
+
+    def points(other):
+        found = accuracy_difference(chains, ("joint", 4), other, min_depth=DEEP)
+        return f"{100 * found.interval.estimate:+.1f}"
+
+    losses = [loss("joint", k) for k in LOOPS]
+    expected = [
+        gain(data),
+        gain(time),
+        f"{max(losses) - min(losses):.3f}",
+        *(f"{loss('base', k) - loss('base', 1):.2f}" for k in LOOPS[1:]),
+        *map(points, (("joint", 1), data, time)),
+    ]
+    paragraph = next(x for x in README.splitlines() if x.startswith("Measured on SmolLM2-135M"))
+    assert re.findall(r"[+-]?\d+\.\d+", paragraph) == expected
+    assert record["seeds"] == [0, 1, 2] and len(record["text"]) == len(record["chains"]) == 3
+
+
+def test_the_report_on_converted_models_follows_from_its_scores(tmp_path):
+    record = json.loads((RESULTS / "retrofit.json").read_text())
+    written = (RESULTS / "retrofit.md").read_text()
+    base = written.splitlines()[2].partition("; layers")[0]
+    tasks = {name: record[name] for name in ("text", "chains")}
+    write_results(tasks, seeds=record["seeds"], base=base, folder=tmp_path)
+    assert (tmp_path / "retrofit.md").read_text() == written

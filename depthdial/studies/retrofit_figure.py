@@ -1,4 +1,4 @@
-"""The figure of the retrofit study: loss against loop count, one panel per kind of text.
+"""The figure of the retrofit study: loss, or exact answers, against loop count.
 
 What is compared is in `retrofit_results.py`; the words beside it in `retrofit_words.py`.
 """
@@ -6,13 +6,16 @@ What is compared is in `retrofit_results.py`; the words beside it in `retrofit_w
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from depthdial.report_canvas import ACCENT, INK, MUTED, PAPER, new_figure
 from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPED, LOOPS
 from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
-from depthdial.studies.retrofit_results import Scores, mean_loss
+from depthdial.studies.retrofit_results import Scores, accuracies, mean_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +26,31 @@ _STYLES = (
     {"color": INK, "marker": "^", "ls": "-"},
 )
 """Of the looped arms, in their order: colour and marker, so that grey prints tell them apart."""
-_PANELS = (
-    ("text", "text, trained domains", TRAINED_CORPORA, "nats per token"),
-    ("text", "text, untrained corpus", (UNSEEN_CORPUS,), "nats per token"),
-    ("chains", "pointer chains", ("",), "nats per answer"),
+Measure = Callable[[Sequence[Scores], str, int], float]
+"""(sweeps of some seeds, side, loop count) -> what is drawn."""
+DEEP = 5
+"""Look-ups from which a chain is called deep."""
+
+
+def _deep_answers(seeds: Sequence[Scores], side: str, num_loops: int) -> float:
+    """Share of exact answers of DEEP and more look-ups; every depth is asked equally often."""
+    return float(np.mean(accuracies(seeds, side, num_loops)[DEEP - 1 :]))
+
+
+_PANELS: tuple[tuple[str, str, str, Measure], ...] = (
+    (
+        "text",
+        "text, trained domains",
+        "loss, nats per token",
+        partial(mean_loss, prefixes=TRAINED_CORPORA),
+    ),
+    (
+        "text",
+        "text, untrained corpus",
+        "loss, nats per token",
+        partial(mean_loss, prefixes=(UNSEEN_CORPUS,)),
+    ),
+    ("chains", f"chains of {DEEP} and more look-ups", "share of exact answers", _deep_answers),
 )
 
 
@@ -35,11 +59,11 @@ def figure_png(results: Mapping[str, Sequence[Scores]]) -> bytes:
     panels = [panel for panel in _PANELS if panel[0] in results]
     figure, context = new_figure((3.6 * len(panels), 3.6))
     with context:
-        for idx, (task, title, prefixes, unit) in enumerate(panels):
+        for idx, (task, title, unit, measure) in enumerate(panels):
             axes = figure.add_subplot(1, len(panels), idx + 1)
-            _draw(axes, results[task], prefixes)
+            _draw(axes, results[task], measure)
             axes.set_title(title, loc="left", fontsize=10)
-            axes.set_ylabel(f"loss, {unit}")
+            axes.set_ylabel(unit)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5)
         buffer = io.BytesIO()
@@ -48,22 +72,22 @@ def figure_png(results: Mapping[str, Sequence[Scores]]) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(axes: Axes, seeds: Sequence[Scores], prefixes: Sequence[str]) -> None:
+def _draw(axes: Axes, seeds: Sequence[Scores], measure: Measure) -> None:
     """Means over seeds as lines, single seeds as dots; the untrained base leaves at the top."""
     heights = []
     for arm, style in zip(LOOPED, _STYLES, strict=True):
-        means = [mean_loss(seeds, arm.name, k, prefixes=prefixes) for k in LOOPS]
+        means = [measure(seeds, arm.name, k) for k in LOOPS]
         axes.plot(LOOPS, means, lw=1.5, ms=6, label=arm.title.strip("`"), **style)
         heights += means
         for scores in seeds:
-            single = [mean_loss([scores], arm.name, k, prefixes=prefixes) for k in LOOPS]
+            single = [measure([scores], arm.name, k) for k in LOOPS]
             axes.plot(LOOPS, single, ".", ms=3, color=style["color"], alpha=0.6)
             heights += single
     for control, dashes in ((CONTROL, (0, (5, 2))), (EQUAL_TIME, (0, (1, 1.5)))):
-        level = mean_loss(seeds, control.name, 1, prefixes=prefixes)
+        level = measure(seeds, control.name, 1)
         axes.axhline(level, color=INK, lw=1.1, ls=dashes, label=control.title)
         heights.append(level)
-    base = [mean_loss(seeds, "base", k, prefixes=prefixes) for k in LOOPS]
+    base = [measure(seeds, "base", k) for k in LOOPS]
     axes.plot(LOOPS, base, "x", ls=(0, (1, 2)), color=MUTED, lw=1, label="base, looped untrained")
     heights.append(base[0])
     span = (max(heights) - min(heights)) or 1e-3

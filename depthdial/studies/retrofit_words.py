@@ -16,7 +16,7 @@ from depthdial.data.pointer_chains import DIGITS
 from depthdial.eval.depth_sweep import DepthSweep
 from depthdial.studies.retrofit_arms import CONTROL, CORE, EQUAL_TIME, LOOPED, LOOPS, RANK, Arm
 from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
-from depthdial.studies.retrofit_figure import figure_png
+from depthdial.studies.retrofit_figure import DEEP, figure_png
 from depthdial.studies.retrofit_results import (
     Difference,
     Scores,
@@ -43,8 +43,6 @@ GROUPS = {
 }
 JUDGED = 2
 """Loop count at which arms are judged on text, fixed before the runs."""
-DEEP = 5
-"""Look-ups from which a chain is called deep."""
 
 
 def write_results(
@@ -78,7 +76,7 @@ def _opening(seeds: Sequence[int], base: str) -> str:
         "# What loops gain in a retrofitted checkpoint\n\n"
         f"{base}; layers {first} to {int(last) - 1} loop. Written by "
         "`benchmarks/retrofit.py`; the scores of every seed are in retrofit.json.\n\n"
-        "![Loss against loop count: trained domains, untrained corpus, chains](retrofit.png)\n\n"
+        "![Loss on text and exact answers of chains, against loop count](retrofit.png)\n\n"
         f"The checkpoint's own weights are frozen in every arm. `later-deltas` trains a rate and "
         f"low-rank differences (rank {RANK}, and copies of the norms) of passes 2 and later; "
         "`joint-deltas` adds a set for pass 1, so it trains twice as many parameters as a control; "
