@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from depthdial.layers.state import attention, causal_mask, choose_attention
-from depthdial.train.provenance import collect_provenance
+from depthdial.training.provenance import collect_provenance
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 32
 LENGTHS = (64, 128, 256, 512, 1024)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from depthdial.config import ModelConfig
-from depthdial.convert.tensor_files import TensorSpec, TensorWriter
+from depthdial.formats.tensors.files import TensorSpec, TensorWriter
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
 from depthdial.model.looped_lm import LoopedLM
 

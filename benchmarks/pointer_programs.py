@@ -25,10 +25,10 @@ import torch
 from depthdial.config import Recipe
 from depthdial.eval.depth_sweep import POINTER_ROWS
 from depthdial.recipes import recipe_file
-from depthdial.report_reach import SOLVED_ACCURACY, unbroken_reach
+from depthdial.report.chain_depth import SOLVED_ACCURACY, unbroken_reach
 from depthdial.studies.finished_run import FinishedRun
 from depthdial.studies.report_run import section_of
-from depthdial.train.pretrain import train
+from depthdial.training.pretrain import train
 
 TRAINED_LOOPS = (1, 2, 3, 4)
 

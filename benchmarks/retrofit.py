@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from depthdial.convert.hf_io import import_checkpoint
+from depthdial.formats.import_export import import_checkpoint
 from depthdial.studies.retrofit_study import TASKS, run_job
 from depthdial.studies.retrofit_words import write_results
 

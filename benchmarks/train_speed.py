@@ -32,8 +32,8 @@ from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.data.packing import Batch
 from depthdial.model.count import executed_sublayers, flops_per_token
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.train.provenance import collect_provenance
-from depthdial.train.step import BlockCompiler, LossModule, autocast
+from depthdial.training.provenance import collect_provenance
+from depthdial.training.step import BlockCompiler, LossModule, autocast
 
 CONTEXT = 256
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from depthdial.cli import main
+from depthdial.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -86,7 +86,7 @@ class Outcome(NamedTuple):
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Runs one command line in this process."""
-    from depthdial.cli import main
+    from depthdial.cli.main import main
 
     def run_command(*argv: str | Path) -> Outcome:
         capsys.readouterr()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import depthdial
-from depthdial.api import Completion, Model
+from depthdial.api.model import Completion, Model
 
 ROOT = Path(__file__).parents[1]
 NAMES = {
@@ -63,7 +63,7 @@ def test_signature_of_generate() -> None:
 
 
 def test_signature_of_train() -> None:
-    from depthdial.api import train
+    from depthdial.api.model import train
 
     assert parameters(train) == "recipe, *, root=, observer=, **overrides"
     assert parameters(depthdial.train) == parameters(train)
@@ -92,13 +92,13 @@ def test_fields_of_a_model_and_a_completion() -> None:
     assert isinstance(Model.config, property)
 
 
-def test_b60_train_stays_a_function_after_its_package_was_imported() -> None:
-    """Importing `depthdial.train.*` binds the package to the name of the documented function."""
-    import depthdial.train.pretrain as pretrain
+def test_b60_train_stays_a_function_after_training_was_imported() -> None:
+    """A package of that name would hide the documented function from its first import on."""
+    import depthdial.training.pretrain as pretrain
 
     with pytest.raises(ValueError, match="'tiny-txt' is neither"):
         depthdial.train("tiny-txt")
-    assert depthdial.train.pretrain is pretrain
+    assert depthdial.training.pretrain is pretrain
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -108,7 +108,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_importing_the_package_and_reading_a_recipe_needs_no_torch() -> None:
     program = (
-        "import sys, depthdial; from depthdial.api import load_recipe; load_recipe('tiny-text'); "
+        "import sys; from depthdial.api.recipes import load_recipe; load_recipe('tiny-text'); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

@@ -4,12 +4,13 @@ import json
 import re
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
-from depthdial.cli import COMMANDS
-from depthdial.convert.hf_maps import FAMILIES
+from depthdial.cli.main import COMMANDS
 from depthdial.convert.methods import METHODS
+from depthdial.formats.families.registry import FAMILIES
 from depthdial.model.stopping_rules import STOPPING_RULES
 from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPS
 from depthdial.studies.retrofit_data import TRAINED_CORPORA
@@ -23,13 +24,18 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 
 
-def test_the_tree_names_every_module():
-    modules = {
-        path.name for path in (ROOT / "depthdial").rglob("*.py") if path.name != "__init__.py"
-    }
+def test_the_tree_names_every_package_in_import_order_and_about_twenty_files():
     tree = README.split("## The tree")[1].split("## Reading order")[0]
-    missing = [name for name in sorted(modules) if name.removesuffix(".py") not in tree]
-    assert not missing
+    package = tree.split("depthdial/\n")[1].split("benchmarks/")[0]
+    named = re.findall(r"^  (\w+)/ ", package, re.M)
+    folders = {path.parent.name for path in (ROOT / "depthdial").glob("*/__init__.py")}
+    assert set(named) == folders
+    order = run_path(str(ROOT / "tests" / "test_import_order.py"))["ORDER"]
+    assert named == sorted(named, key=order.index)
+    files = re.findall(r"(?<![\w/])\w+\.py", package)
+    assert 15 <= len(files) <= 25
+    modules = {path.name for path in (ROOT / "depthdial").rglob("*.py")}
+    assert set(files) <= modules
 
 
 @pytest.mark.parametrize("shape", ["d256", "d128"])
@@ -76,7 +82,7 @@ def shown_commands(text):
 @pytest.mark.parametrize("name", [n for n in TEXTS if any(shown_commands(TEXTS[n]))])
 def test_every_flag_shown_exists(name):
     for command, flags in shown_commands(TEXTS[name]):
-        make_parser, _ = import_module(f"depthdial.{COMMANDS[command][0]}").COMMANDS[command]
+        make_parser, _ = import_module(f"depthdial.cli.{COMMANDS[command][0]}").COMMANDS[command]
         known = set(re.findall(r"--[\w.-]+", make_parser().format_help()))
         assert set(flags) <= known, (command, set(flags) - known)
 

@@ -184,10 +184,10 @@ def check_archive(names: set[str]) -> str:
 def check_metadata(wheel: Path) -> str:
     """The command and the README are declared as soon as they exist."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    if (ROOT / PACKAGE / "cli.py").exists() and not project.get("scripts"):
+    if (ROOT / PACKAGE / "cli").exists() and not project.get("scripts"):
         raise CheckFailed(
-            f"{PACKAGE}/cli.py exists but pyproject.toml declares no command; add "
-            f'[project.scripts] {PACKAGE} = "{PACKAGE}.cli:main".'
+            f"{PACKAGE}/cli exists but pyproject.toml declares no command; add "
+            f'[project.scripts] {PACKAGE} = "{PACKAGE}.cli.main:main".'
         )
     if (ROOT / "README.md").exists() and "readme" not in project:
         raise CheckFailed('README.md exists; add readme = "README.md" to pyproject.toml.')

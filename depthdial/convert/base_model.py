@@ -20,25 +20,11 @@ from depthdial.config import (
     ModelConfig,
     shortest_pattern,
 )
-from depthdial.convert.families.decoder_layers import sublayer_name
+from depthdial.formats.families.decoder_layers import sublayer_name
+from depthdial.formats.families.family import loop_traces
 
 STACKS = ("prelude_stack.", "core_stack.", "coda_stack.")
 VALUE_EMBEDDING = "mixer.value_embedding.weight"
-DENSE = {
-    "max_loops": 1,
-    "prelude_norm": False,
-    "modulation": None,
-    "visit_deltas": None,
-    "segments": [],
-    "exit_gate": "none",
-    "loop.update": "replace",
-    "loop.injection": "none",
-    "loop.initial_state": "prelude",
-    "loop.unit_norm": False,
-    "loop.state_projection": False,
-    "loop.local_window": None,
-}
-"""Fields whose values say that the split of a model has no effect on what it computes."""
 
 
 class Window(NamedTuple):
@@ -134,21 +120,6 @@ def block_places(config: ModelConfig) -> list[range]:
     starts = [i for i, letter in enumerate(letters) if letter in ATTENTION_LETTERS and i]
     bounds = [0, *starts, len(letters)]
     return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def loop_traces(config: ModelConfig) -> list[str]:
-    """Fields by which the split of a model means something; none for a dense model."""
-    values = config.to_dict()
-    wrong = []
-    for key, wanted in DENSE.items():
-        found: Any = values
-        for part in key.split("."):
-            found = found[part]
-        if found != wanted:
-            wrong.append(f"{key}={found!r} instead of {wanted!r}")
-    if config.final_norm not in ("head", "none"):
-        wrong.append(f"final_norm='{config.final_norm}' instead of 'head'")
-    return wrong
 
 
 def check_dense(config: ModelConfig) -> None:

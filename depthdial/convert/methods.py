@@ -1,6 +1,6 @@
 """The methods that make a pretrained model elastic: their names, options and promises.
 
-What each does with the weights is in `tying.py`, `low_rank.py` and `grafts.py`; `retrofit.py`
+What each does with the weights is in `tying.py`, `low_rank.py` and `grafts.py`; `convert.py`
 runs them. Nothing here needs torch, so that the command line can list it at once.
 K is the largest loop count that the result is meant for, L the layers of a window, B the passes
 over tied layers.
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from depthdial.config import CachePolicy, StrictConfig, nearest_name
-from depthdial.config_base import Fraction, PositiveInt
+from depthdial.config.base import Fraction, PositiveInt
 
 Selection = Literal["stepwise", "average", "lower"]
 Order = Literal["cycle", "sequence"]

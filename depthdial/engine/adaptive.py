@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import ModelConfig
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.passes import Begun, LoopPass
-from depthdial.model.schedule import NumLoops
 from depthdial.model.stopping_rules import ExitPoint, StoppingRule
 
 

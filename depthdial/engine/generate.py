@@ -1,6 +1,6 @@
 """Batched, cached, seeded generation from token ids, with a loop count per row or per token.
 
-Token ids only: text and tokenizers belong to `api.py`.
+Token ids only: text and tokenizers belong to `api/model.py`.
 Letters: B rows, T tokens of one call, D model width, V vocabulary.
 """
 
@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.loop_counts import NumLoops, allowed_num_loops, check_num_loops
 from depthdial.config import CachePolicy
 from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned
 from depthdial.engine.sampling import Sampling, sample
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.schedule import NumLoops, allowed_num_loops, check_num_loops
 from depthdial.model.stopping_rules import StoppingRule
 
 

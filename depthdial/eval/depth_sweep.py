@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from depthdial.cache.loop_counts import check_num_loops
 from depthdial.data.packing import IGNORE, Batch
 from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenDocument, write_synced
 from depthdial.data.synthetic import count_by_depth
 from depthdial.eval.windows import collate, windows
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.schedule import check_num_loops
 
 LOOPS_BEYOND_TRAINING = 2
 POINTER_ROWS = 1024

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.eval.depth_sweep import check_swept_loops
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
 

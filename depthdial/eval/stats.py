@@ -1,7 +1,7 @@
 """Intervals by resampling documents, and the words an interval allows.
 
 Here live the bootstrap and the verdict rule. Losses are measured in
-`eval/depth_sweep.py`; sentences are built in `report_words.py`.
+`eval/depth_sweep.py`; sentences are built in `report/findings.py`.
 
 Tokens of one document are not independent, so whole documents are resampled
 (cluster bootstrap) and the mean per token is a ratio of two sums over documents.

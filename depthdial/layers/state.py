@@ -1,8 +1,8 @@
 """What a layer sees of a cache: slots. The mask and the attention product live here too.
 
 A slot writes one call's keys and values at the current positions and attends; it never
-advances. Slots that store nothing are here, those over stored tensors in `kv_buffer.py`. Which
-slot serves which loop is decided in `model/loop_cache.py`.
+advances. Slots that store nothing are here, those over stored tensors in `cache/slots.py`. Which
+slot serves which loop is decided in `cache/contiguous.py`.
 Letters: B batch, T query tokens, S source tokens, H query heads, G key/value heads,
 C channels per head.
 """

@@ -1,7 +1,7 @@
 """A model directory: config.json and model.safetensors, read strictly.
 
 Each unique tensor is stored once, whatever the loop count. Nothing is ever unpickled. Run
-checkpoints (optimizer, data position, manifest) belong to `train/run_dir.py`.
+checkpoints (optimizer, data position, manifest) belong to `training/run_dir.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from depthdial.config import ModelConfig
-from depthdial.config_text import load_json
+from depthdial.config.text import load_json
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.tensor_header import read_header
 

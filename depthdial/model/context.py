@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.state import CacheCall
 from depthdial.config import SLIDING, ModelConfig
 from depthdial.layers.attention import AttentionView
 from depthdial.layers.primitives import RotaryTable, rotary_table
@@ -23,8 +25,6 @@ from depthdial.layers.state import (
     mask_from_allowed,
     narrow_rows,
 )
-from depthdial.model.cache_state import CacheCall
-from depthdial.model.loop_cache import LoopCache
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.loop_counts import NumLoops, check_num_loops
+from depthdial.cache.state import Block
 from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, wide_dtype
 from depthdial.layers.state import KVSlot
-from depthdial.model.cache_state import Block
 from depthdial.model.carry import (
     LoopCarry,
     anchor,
@@ -30,7 +32,7 @@ from depthdial.model.carry import (
 from depthdial.model.context import ForwardContext, build_context, compute_dtype
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
-from depthdial.model.loop_cache import LoopCache
+from depthdial.model.loop_lora import VisitDeltas
 from depthdial.model.modulation import (
     LoopModulation,
     SublayerModulation,
@@ -45,11 +47,9 @@ from depthdial.model.passes import (
     enter,
     last_states,
 )
-from depthdial.model.schedule import NumLoops, check_num_loops, core_segments
 from depthdial.model.segment_passes import segment_passes
-from depthdial.model.sublayer import Stack, build_stack, num_slots
+from depthdial.model.sublayer import Stack, build_stack, core_segments, num_slots
 from depthdial.model.update import Injection, StateUpdate, initial_state
-from depthdial.model.visit_deltas import VisitDeltas
 
 
 class LoopedLM(nn.Module):

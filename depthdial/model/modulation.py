@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
-from depthdial.model.schedule import NumLoops
 from depthdial.model.sublayer import SublayerModulation
 from depthdial.model.update import UpdateModulation
 

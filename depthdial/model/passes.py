@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.state import Block, CacheCall
 from depthdial.layers.primitives import rms_normalise
 from depthdial.layers.state import KVSlot, UncachedSlot
-from depthdial.model.cache_state import Block, CacheCall
 from depthdial.model.context import ForwardContext
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.modulation import EntryModulation
 
 

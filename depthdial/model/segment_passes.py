@@ -13,12 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from depthdial.cache.loop_counts import ActiveRows, NumLoops
 from depthdial.layers.state import KVSlot
 from depthdial.model.carry import LoopCarry, detach_rows
 from depthdial.model.context import ForwardContext
 from depthdial.model.modulation import LoopModulation
 from depthdial.model.passes import Begun, LoopObserver, LoopPass, rows_without_grad
-from depthdial.model.schedule import ActiveRows, NumLoops, Segment
+from depthdial.model.sublayer import Segment
 
 Conditioning = Callable[[int, NumLoops, Tensor | None], LoopModulation]
 """(loop_idx, num_loops, step sizes) -> conditioning of one pass."""

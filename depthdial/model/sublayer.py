@@ -8,6 +8,7 @@ Letters: B batch, T query tokens, D model width, R low rank.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +209,24 @@ def build_stack(
 def num_slots(layout: str) -> int:
     """Token mixers in a layout: the slots that one pass over it needs."""
     return sum(letter in TOKEN_MIXERS for letter in layout)
+
+
+class Segment(NamedTuple):
+    """A run of the core that loops by itself: its sublayers, and its token mixers."""
+
+    sublayers: slice
+    mixers: slice
+
+
+def core_segments(config: ModelConfig) -> tuple[Segment, ...]:
+    """The segments of the core, bottom to top."""
+    layout = config.core_layout
+    bounds = [0, *accumulate(config.segments or (len(layout),))]
+    below = [0, *accumulate(letter in TOKEN_MIXERS for letter in layout)]
+    return tuple(
+        Segment(slice(a, b), slice(below[a], below[b]))
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    )
 
 
 def _sublayer(

@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before anything is mapped or allocated.
 
 A file from elsewhere may lie about sizes, shapes and places; here every statement is compared with
-the file itself. Reading tensors is in `checkpoint.py` and `convert/tensor_files.py`.
+the file itself. Reading tensors is in `checkpoint.py` and `formats/tensors/files.py`.
 Format: 8 bytes with the header's length (little endian), a JSON object
 {name: {dtype, shape, data_offsets}}, then the data without gaps.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from depthdial.config_text import load_json
+from depthdial.config.text import load_json
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000

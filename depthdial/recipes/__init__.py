@@ -1,6 +1,6 @@
 """Shipped recipes: the YAML files beside this one, found by name.
 
-Reading and overriding a recipe is in `api_recipes.py`; what its keys mean is in `config.py`.
+Reading and overriding a recipe is in `api/recipes.py`; what its keys mean is in `config/`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from depthdial.config import nearest_name
-from depthdial.config_text import read_mapping
+from depthdial.config.text import read_mapping
 
 RECIPES = Path(__file__).parent
 """Folder of the shipped recipes."""

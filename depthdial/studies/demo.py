@@ -25,11 +25,11 @@ from rich.table import Table
 
 from depthdial.config import Recipe
 from depthdial.recipes import recipe_file
-from depthdial.report import ReportPaths
+from depthdial.report.page import ReportPaths
 from depthdial.studies.finished_run import FinishedRun
 from depthdial.studies.report_run import section_of, write_sections
-from depthdial.train.run_dir import RunDir
-from depthdial.train.sources import open_data
+from depthdial.training.run_dir import RunDir
+from depthdial.training.sources import open_data
 
 # Pairs of a looped run and its baseline. Longest first: two workers finish at about the same time.
 JOBS = ("tiny-text", "tiny-text-baseline", "tiny-pointer", "tiny-pointer-baseline")

@@ -1,6 +1,6 @@
 """A finished run, and the facts of it that a report prints beside what it measures.
 
-Measuring is in `report_run.py`; what a run folder holds is in `train/run_dir.py`.
+Measuring is in `report_run.py`; what a run folder holds is in `training/run_dir.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import count_parameters
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.train.pretrain import STATE_FILE
-from depthdial.train.provenance import collect_provenance
-from depthdial.train.run_dir import RunDir
-from depthdial.train.sources import (
+from depthdial.training.pretrain import STATE_FILE
+from depthdial.training.provenance import collect_provenance
+from depthdial.training.run_dir import RunDir
+from depthdial.training.sources import (
     TaskRows,
     held_out_documents,
     prepared_folder,
@@ -77,7 +77,7 @@ class FinishedRun:
         )
 
     def start_id(self) -> int | None:
-        """The token that every document is scored after; see `train/sources.py`."""
+        """The token that every document is scored after; see `training/sources.py`."""
         return start_id(self.tokenizer)
 
     def unseen_rows(self) -> TaskRows:

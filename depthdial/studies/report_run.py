@@ -1,6 +1,6 @@
 """From finished runs to the data of a report: sweeps, intervals, costs, samples.
 
-Words and page are the business of `report.py`; the statistics of `eval/stats.py`; facts that need
+Words and page are the business of `report/`; the statistics of `eval/stats.py`; facts that need
 no measuring of `finished_run.py`.
 """
 
@@ -30,7 +30,7 @@ from depthdial.eval.stats import (
 )
 from depthdial.model.count import executed_sublayers, flops_per_token
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.report import ReportPaths, write_report
+from depthdial.report.page import ReportPaths, write_report
 from depthdial.studies.finished_run import (
     REPORT_FACTS,
     FinishedRun,
@@ -40,7 +40,7 @@ from depthdial.studies.finished_run import (
     validation_curve,
 )
 from depthdial.studies.samples import question_samples, text_samples
-from depthdial.train.sources import TaskRows
+from depthdial.training.sources import TaskRows
 
 SWEEP_FILE, BASELINE_SWEEP_FILE = "sweep.json", "baseline_sweep.json"
 TIMED_TOKENS = 8

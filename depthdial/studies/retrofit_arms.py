@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from depthdial.config import Recipe
-from depthdial.convert.retrofit import convert
+from depthdial.convert.convert import convert
 from depthdial.data.packing import Batch
 from depthdial.model.checkpoint import load_model
-from depthdial.train.patterns import freeze_parameters
-from depthdial.train.pretrain import resume, train
-from depthdial.train.run_dir import RunDir
-from depthdial.train.step import LossModule
+from depthdial.training.patterns import freeze_parameters
+from depthdial.training.pretrain import resume, train
+from depthdial.training.run_dir import RunDir
+from depthdial.training.step import LossModule
 
 LOOPS = (1, 2, 3, 4)
 CORE = "10:20"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from depthdial.report_canvas import ACCENT, INK, MUTED, PAPER, new_figure
+from depthdial.report.canvas import ACCENT, INK, MUTED, PAPER, new_figure
 from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPED, LOOPS
 from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
 from depthdial.studies.retrofit_results import Scores, accuracies, mean_loss

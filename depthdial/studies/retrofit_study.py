@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthdial.convert.retrofit import convert
+from depthdial.convert.convert import convert
 from depthdial.data.packing import Batch, PackedText
 from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenShards
@@ -40,7 +40,7 @@ from depthdial.studies.retrofit_data import (
     evaluation_windows,
     prepare_mixture,
 )
-from depthdial.train.sources import VALIDATION_SEED
+from depthdial.training.sources import VALIDATION_SEED
 
 PRECISION = "bf16"
 ROWS_PER_FORWARD = 6

@@ -16,7 +16,7 @@ from depthdial.engine.generate import generate
 from depthdial.engine.sampling import Sampling
 from depthdial.eval.depth_sweep import likeliest_answers, question_count
 from depthdial.studies.finished_run import FinishedRun
-from depthdial.train.sources import TaskRows
+from depthdial.training.sources import TaskRows
 
 SAMPLE_PROMPTS, SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 2, 24, 48
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+# Golden cases are opened by helpers that stand beside the tests of formats.
+sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 
 
 @pytest.fixture(autouse=True)

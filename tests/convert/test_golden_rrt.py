@@ -7,8 +7,8 @@ import torch
 from goldens import GOLDEN, close, open_golden
 
 from depthdial.convert.base_model import Window
+from depthdial.convert.convert import retrofit
 from depthdial.convert.methods import read_options
-from depthdial.convert.retrofit import retrofit
 from depthdial.convert.tying import stepwise_layers, tied_groups
 from depthdial.model.looped_lm import LoopedLM
 

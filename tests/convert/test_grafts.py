@@ -9,9 +9,9 @@ from goldens import close, open_golden, states_of
 
 from depthdial.config import ModulationConfig
 from depthdial.convert.base_model import Window
+from depthdial.convert.convert import retrofit
 from depthdial.convert.grafts import published_decay_gate
 from depthdial.convert.methods import read_options
-from depthdial.convert.retrofit import retrofit
 from depthdial.model.looped_lm import LoopedLM
 
 WINDOW = Window(2, 5)

@@ -5,9 +5,9 @@ import torch
 from goldens import close, open_golden
 
 from depthdial.convert.base_model import Window
+from depthdial.convert.convert import retrofit
 from depthdial.convert.low_rank import truncated_svd
 from depthdial.convert.methods import read_options
-from depthdial.convert.retrofit import retrofit
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

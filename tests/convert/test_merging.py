@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, VisitDeltaConfig
-from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
+from depthdial.convert.convert import retrofit
 from depthdial.convert.methods import MergeOptions
-from depthdial.convert.retrofit import retrofit
+from depthdial.formats.import_export import export_checkpoint, import_checkpoint
 from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
 

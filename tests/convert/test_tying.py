@@ -6,8 +6,8 @@ from goldens import close, open_golden, states_of
 
 from depthdial.config import LoopConfig, ModelConfig
 from depthdial.convert.base_model import BaseModel, Window, block_places, read_window
+from depthdial.convert.convert import retrofit
 from depthdial.convert.methods import read_options
-from depthdial.convert.retrofit import retrofit
 from depthdial.convert.tying import select, stepwise_layers, tied_groups
 from depthdial.model.looped_lm import LoopedLM
 

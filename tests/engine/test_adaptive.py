@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.stopping_rules import STOPPING_RULES, stopping_rule
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.engine.generate import Generation, generate
 from depthdial.engine.sampling import Sampling
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
 VOCAB, K, CONTEXT = 29, 4, 48

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import depthdial.hf
-from depthdial.hf_model import DepthdialForCausalLM
+from depthdial.hf.model import DepthdialForCausalLM
 from depthdial.model.checkpoint import save_model
 from depthdial.model.looped_lm import LoopedLM
 
-for folder in ("convert", "invariants"):
+for folder in ("formats", "invariants"):
     # Golden cases and toy models are opened by helpers that stand beside their own tests.
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from toys import toy_config, toy_model, toy_tokens
 
-from depthdial.hf_cache import DepthdialCache
-from depthdial.hf_config import DepthdialConfig
-from depthdial.hf_model import DepthdialForCausalLM
+from depthdial.hf.cache import DepthdialCache
+from depthdial.hf.config import DepthdialConfig
+from depthdial.hf.model import DepthdialForCausalLM
 
 MASK = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
 TOKENS = toy_tokens(2, 6)

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthdial.hf
 from depthdial.config import ModelConfig, RopeScaling
-from depthdial.hf_config import DepthdialConfig
-from depthdial.hf_model import DepthdialForCausalLM
+from depthdial.hf.config import DepthdialConfig
+from depthdial.hf.model import DepthdialForCausalLM
 
 
 @pytest.fixture
@@ -107,11 +107,11 @@ def test_registering_twice_is_harmless():
     assert type(AutoModelForCausalLM.from_config(config)) is DepthdialForCausalLM
 
 
-def test_only_the_face_itself_registers():
-    """The classes can be imported without an effect, as the other modules can."""
+def test_only_the_face_registers():
+    """Every other part of the package can be imported without an effect."""
     code = (
         "from transformers import CONFIG_MAPPING\n"
-        "import depthdial.hf_model\n"
+        "import depthdial.api, depthdial.formats.hf_export, depthdial.training.pretrain\n"
         "assert 'depthdial' not in CONFIG_MAPPING\n"
         "import depthdial.hf\n"
         "assert 'depthdial' in CONFIG_MAPPING\n"

@@ -11,10 +11,10 @@ import torch
 from goldens import GOLDEN
 from toys import toy_model, toy_tokens
 
-from depthdial.convert.hf_export import AUTO_MAP, code_files, export_hf
-from depthdial.convert.hf_io import import_checkpoint
-from depthdial.convert.retrofit import convert
+from depthdial.convert.convert import convert
 from depthdial.data.tokenizer import Tokenizer, train_bpe
+from depthdial.formats.hf_export import AUTO_MAP, code_files, export_hf
+from depthdial.formats.import_export import import_checkpoint
 from depthdial.model.checkpoint import load_model, save_model
 
 TEXT = "citizens of the"

@@ -9,14 +9,14 @@ import torch
 from goldens import close, open_golden
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.convert.base_model import Window
-from depthdial.convert.hf_io import export_checkpoint, import_checkpoint
+from depthdial.convert.convert import retrofit
 from depthdial.convert.methods import read_options
-from depthdial.convert.retrofit import retrofit
 from depthdial.engine.generate import generate
-from depthdial.hf_model import DepthdialForCausalLM
+from depthdial.formats.import_export import export_checkpoint, import_checkpoint
+from depthdial.hf.model import DepthdialForCausalLM
 from depthdial.model.checkpoint import load_model, save_model
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
 LOOP_SPLIT = {"enable_double_loop_split": True, "loop_middle_layers": 2}

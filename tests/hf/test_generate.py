@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from depthdial.data.tokenizer import Tokenizer, train_bpe
 from depthdial.engine.generate import generate
-from depthdial.hf_cache import DepthdialCache
-from depthdial.hf_config import DepthdialConfig
-from depthdial.hf_model import CACHE_FIELD, DepthdialForCausalLM
+from depthdial.hf.cache import DepthdialCache
+from depthdial.hf.config import DepthdialConfig
+from depthdial.hf.model import CACHE_FIELD, DepthdialForCausalLM
 from depthdial.model.checkpoint import save_model
 
 TOKENS = toy_tokens(3, 7)

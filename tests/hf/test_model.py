@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from toys import VOCAB, toy_config, toy_model, toy_tokens
 from transformers import AutoModelForCausalLM
 
-from depthdial.hf_cache import DepthdialCache
-from depthdial.hf_config import DepthdialConfig
-from depthdial.hf_model import DepthdialForCausalLM
+from depthdial.hf.cache import DepthdialCache
+from depthdial.hf.config import DepthdialConfig
+from depthdial.hf.model import DepthdialForCausalLM
 from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
 

@@ -10,9 +10,9 @@ from slow_cache import SlowDecoder
 from test_cache_policies import ALL
 from toys import MAX_LOOPS, toy_model, toy_tokens
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.stopping_rules import StoppingRule
 
 TOLERANCE = 1e-4

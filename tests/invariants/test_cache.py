@@ -7,8 +7,8 @@ import pytest
 import torch
 from toys import MAX_LOOPS, toy_config, toy_model, toy_tokens
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.engine.generate import generate
-from depthdial.model.loop_cache import LoopCache
 
 TOLERANCE = 1e-4
 ALL_LOOPS = range(1, MAX_LOOPS + 1)

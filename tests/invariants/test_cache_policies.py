@@ -5,9 +5,9 @@ import torch
 from slow_cache import SlowDecoder
 from toys import toy_model, toy_tokens
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import CACHE_POLICIES
 from depthdial.engine.generate import generate
-from depthdial.model.loop_cache import LoopCache
 
 TOLERANCE = 1e-4
 LOOKUPS = ("huginn:latest-m2", "huginn:available-m2", "huginn:always-last-m2", "huginn:skip")

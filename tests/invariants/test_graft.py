@@ -10,7 +10,7 @@ from toys import MAX_LOOPS, VOCAB, toy_config, toy_tokens
 from depthdial.config import ModulationConfig, OptimConfig
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.update import adaptive_rate
-from depthdial.train.optim import Optimizers
+from depthdial.training.optim import Optimizers
 
 TRAINS = True
 HALF_LN2 = 0.34657359

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toys import MAX_LOOPS, VOCAB, toy_tokens
 
-from depthdial.model.loop_cache import LoopCache
+from depthdial.cache.contiguous import LoopCache
 
 ALL_LOOPS = range(1, MAX_LOOPS + 1)
 

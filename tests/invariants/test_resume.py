@@ -17,12 +17,12 @@ from depthdial.data.corpora import prepare_corpus, read_corpus
 from depthdial.data.packing import DataState
 from depthdial.model.checkpoint import read_tensors
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.train import pretrain
-from depthdial.train.losses import count_targets, step_loss_share
-from depthdial.train.optim import Optimizers
-from depthdial.train.run_dir import RunDir
-from depthdial.train.sources import open_data
-from depthdial.train.step import LossModule, take_rows, train_step
+from depthdial.training import pretrain
+from depthdial.training.losses import count_targets, step_loss_share
+from depthdial.training.optim import Optimizers
+from depthdial.training.run_dir import RunDir
+from depthdial.training.sources import open_data
+from depthdial.training.step import LossModule, take_rows, train_step
 
 TRAINS = True
 STEPS, BATCH, CONTEXT, VOCAB = 12, 8, 32, 300

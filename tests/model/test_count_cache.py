@@ -1,4 +1,4 @@
-"""count_cache.py against published totals, the ELR cost table, and its own definitions."""
+"""cache.py against published totals, the ELR cost table, and its own definitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from counted import small
 
 from depthdial.config import CACHE_POLICIES, ModelConfig
 from depthdial.model.count import plan
-from depthdial.model.count_cache import cache_bytes, cache_slots, planned_policies
+from depthdial.model.count.cache import cache_bytes, cache_slots, planned_policies
 
 COST_TABLE = json.loads(
     (Path(__file__).parents[1] / "golden" / "elr" / "cost_table.json").read_text()

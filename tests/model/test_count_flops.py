@@ -1,4 +1,4 @@
-"""count_flops.py against counts by hand; against executed products: `test_count_measured.py`."""
+"""flops.py against counts by hand; against executed products: `test_count_measured.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from counted import small
 
 from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.model.count import plan
-from depthdial.model.count_flops import flops_per_token
+from depthdial.model.count.flops import flops_per_token
 from depthdial.model.presets import preset
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import CACHE_POLICIES, ModelConfig
 from depthdial.model.count import count_parameters, flops_per_token
-from depthdial.model.count_cache import cache_bytes, cache_slots
-from depthdial.model.loop_cache import LoopCache
+from depthdial.model.count.cache import cache_bytes, cache_slots
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.presets import preset, preset_names
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import (
     LoopConfig,
     ModelConfig,
@@ -19,7 +20,6 @@ from depthdial.config import (
 )
 from depthdial.model import looped_lm
 from depthdial.model.count import count_parameters
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
 VOCAB, D, K = 41, 24, 3

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.layers.state import UncachedSlot
 from depthdial.model.context import build_context
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.passes import SlotBinding
 

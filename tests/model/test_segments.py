@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, VisitDeltaConfig
 from depthdial.engine.generate import generate
-from depthdial.model.loop_cache import LoopCache
 from depthdial.model.looped_lm import LoopedLM
 
 VOCAB, D, K = 23, 16, 3

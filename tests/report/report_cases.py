@@ -2,8 +2,8 @@
 
 from html.parser import HTMLParser
 
-from depthdial.report_data import read_report_data
-from depthdial.report_words import describe_section, summarise_section
+from depthdial.report.data import read_report_data
+from depthdial.report.findings import describe_section, summarise_section
 
 BASELINE_LOSS = 2.0
 

@@ -16,11 +16,11 @@ from report_cases import (
     words,
 )
 
-from depthdial import report_figures
-from depthdial.report import build_report, write_report
-from depthdial.report_canvas import new_figure
-from depthdial.report_data import Section, read_report_data
-from depthdial.report_words import find_all
+from depthdial.report import figures
+from depthdial.report.canvas import new_figure
+from depthdial.report.data import Section, read_report_data
+from depthdial.report.findings import find_all
+from depthdial.report.page import build_report, write_report
 
 # Data
 
@@ -202,7 +202,7 @@ def test_tick_labels_have_the_decimals_that_their_values_need(ticks, decimals):
     with context:
         axes = figure.add_subplot()
         axes.set_yticks(ticks)
-        assert report_figures._decimals(axes) == decimals
+        assert figures._decimals(axes) == decimals
 
 
 def test_runs_of_blank_lines_in_samples_are_shown_as_one_and_the_page_says_so():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from depthdial.report_data import DepthAccuracy, Section
-from depthdial.report_reach import find_reaches, possible_reach, reach, reach_in_short
+from depthdial.report.chain_depth import find_reaches, possible_reach, reach, reach_in_short
+from depthdial.report.data import DepthAccuracy, Section
 
 SOLVED, WRONG, OPEN = (0.99, 0.97, 1.0), (0.3, 0.2, 0.4), (0.92, 0.88, 0.95)
 LAST = 12

@@ -7,10 +7,10 @@ import pytest
 from report_cases import headline, make_report, make_section, parse, said, words
 
 from depthdial.eval.stats import Interval, compare
-from depthdial.report import build_report
-from depthdial.report_data import Difference, read_report_data
-from depthdial.report_terms import verdict
-from depthdial.report_words import find_all
+from depthdial.report.data import Difference, read_report_data
+from depthdial.report.findings import find_all
+from depthdial.report.page import build_report
+from depthdial.report.terms import verdict
 
 # Words: one-loop tax
 

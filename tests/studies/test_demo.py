@@ -15,8 +15,8 @@ from depthdial.eval import depth_sweep
 from depthdial.recipes import recipe_file
 from depthdial.studies import demo
 from depthdial.studies.demo import JOBS, run_demo
-from depthdial.train.pretrain import train
-from depthdial.train.run_dir import RunDir
+from depthdial.training.pretrain import train
+from depthdial.training.run_dir import RunDir
 
 TINY = {
     "model.d_model": 16, "model.num_heads": 1, "model.num_kv_heads": 1, "model.head_dim": 16,

@@ -7,7 +7,7 @@ from depthdial.eval.depth_sweep import DepthSweep, sweep_questions
 from depthdial.eval.stats import BOOTSTRAP_SEED, paired_bootstrap
 from depthdial.recipes import recipe_file
 from depthdial.studies.finished_run import FinishedRun
-from depthdial.train.pretrain import train
+from depthdial.training.pretrain import train
 
 STEPS, ROWS = 600, 512
 # Two minutes of one core; a busy machine takes several times that.

@@ -21,7 +21,7 @@ from depthdial.studies import samples
 from depthdial.studies.finished_run import FinishedRun, hardware_text
 from depthdial.studies.report_run import report_run, section_of
 from depthdial.studies.samples import text_samples
-from depthdial.train.pretrain import train
+from depthdial.training.pretrain import train
 
 FIXED = DepthConfig(sampler="fixed", fixed_loops=1, num_depth_slices=2)
 

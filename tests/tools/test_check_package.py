@@ -73,7 +73,7 @@ def test_subcommands_are_read_from_the_explained_words(tool):
 
 def test_b60_documented_names_are_collected(tool, tmp_path):
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("Use `depthdial.load`, see depthdial/model/count.py.")
+    (tmp_path / "README.md").write_text("Use `depthdial.load`, see depthdial/model/count/costs.py.")
     (tmp_path / "docs" / "a.md").write_text("`depthdial.model.count.plan(config)`")
     assert tool.documented_names(tmp_path) == ["depthdial.load", "depthdial.model.count.plan"]
 

@@ -1,0 +1,144 @@
+"""The `depthdial` command: picks a subcommand, maps errors and signals to exit codes.
+
+    0 done   1 failed   2 the command line cannot be understood
+    75 stopped by SIGTERM after saving   130 stopped by Ctrl-C
+
+Results go to standard output, progress and messages to standard error. The subcommands are in the
+modules that `COMMANDS` names; only the chosen one's is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+
+from depthdial import __version__
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_TERMINATED, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
+
+COMMANDS = {
+    "demo": ("train", "train, measure and report on this machine (8 to 12 minutes)"),
+    "train": ("train", "train a recipe; any of its keys can be changed by a flag"),
+    "resume": ("train", "continue a run that was stopped"),
+    "prepare": ("train", "turn your text into training data"),
+    "report": ("train", "write the HTML report of a run"),
+    "sweep": ("generate", "loss and cost of a model at every loop count"),
+    "generate": ("generate", "continue a text at one loop count, or at all of them"),
+    "plan": ("plan", "memory, FLOPs and cache of a model before building it"),
+    "import": ("import_export", "turn a published checkpoint into a model folder"),
+    "export": ("import_export", "write a model in a published format"),
+    "convert": ("convert", "make a pretrained model elastic"),
+    "inspect": ("import_export", "what a model is: partition, loops, parameters, cache, text"),
+    "list": ("generate", "shipped recipes, presets and corpora"),
+}
+"""Command -> (module, what it does)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; None for the process's own arguments."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    with _one_line_warnings():
+        try:
+            return _run(argv)
+        except SystemExit as stop:
+            # Raised by --help.
+            return EXIT_OK if stop.code is None else int(stop.code)
+        except KeyboardInterrupt:
+            _say("stopped.")
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            # The reader of a pipe left; a later flush of stdout must not fail a second time.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_FAILED
+        except (ValueError, OSError, RuntimeError, ImportError, ArithmeticError) as error:
+            if debug:
+                raise
+            _say(f"error: {_text_of(error)}")
+            return EXIT_FAILED
+
+
+def help_text() -> str:
+    """What `depthdial --help` prints."""
+    width = max(map(len, (*COMMANDS, "--version")))
+    lines = [
+        "usage: depthdial COMMAND ...",
+        "",
+        "Elastic-depth looped language models: one set of weights, the loop count chosen",
+        "per request.",
+        "",
+        *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()),
+        "",
+        f"  {'--version':<{width}}  print the version",
+        f"  {'--help':<{width}}  this text; `depthdial COMMAND --help` for one command",
+        "",
+        "Start with: depthdial demo, or depthdial train tiny-text",
+    ]
+    return "\n".join(lines)
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return EXIT_OK if argv else EXIT_USAGE
+    if argv[0] == "--version":
+        print(f"depthdial {__version__}")
+        return EXIT_OK
+    name, *rest = argv
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        _say(f"error: unknown command '{name}'.{hint} Commands: {', '.join(COMMANDS)}.")
+        return EXIT_USAGE
+    # Here and not at the top: `depthdial --help` stays quick.
+    from depthdial.cli.options import UsageError, parse
+
+    make_parser, run = import_module(f"depthdial.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    try:
+        return run(parse(make_parser(), rest))
+    except UsageError as error:
+        _say(f"error: {error}")
+        return EXIT_USAGE
+
+
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Warnings for users as one line on standard error, without file and source line."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: object = None,
+        line: str | None = None,
+    ) -> None:
+        _say(f"warning: {' '.join(str(message).split())}")
+
+    with warnings.catch_warnings():
+        # Notes for programmers (deprecations) are not for users of the command.
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.showwarning = show
+        yield
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _text_of(error: Exception) -> str:
+    """The message without Python's decoration of operating-system errors."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""Commands that make something: train, resume, prepare, report, demo.
+
+Flags and values are in `cli/options.py`. Torch is imported when a command runs, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonargparse
+import yaml
+from rich.console import Console
+
+from depthdial.cli.options import (
+    Options,
+    UsageError,
+    add_recipe_flags,
+    naming_flags,
+    new_parser,
+    number,
+    recipe_overrides,
+)
+from depthdial.cli.tables import remark, short_count
+from depthdial.report.terms import duration
+
+if TYPE_CHECKING:
+    from depthdial.config import Recipe
+    from depthdial.data.tokenizer import Tokenizer
+    from depthdial.training.pretrain import TrainResult
+
+EXIT_CODES = {"finished": 0, "interrupted": 130, "terminated": 75}
+
+
+def train_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `train`."""
+    parser = new_parser(
+        "train",
+        usage="RECIPE [--init MODEL] [--root DIR] [--KEY VALUE ...]",
+        description="Train a recipe into the folder ROOT/NAME. Ctrl-C saves and stops.\n\n"
+        "  depthdial train tiny-text\n"
+        "  depthdial train tiny-text --name wide --model.d_model 128 --train.steps 2000\n"
+        "  depthdial train tiny-text --data.path my-data --model.vocab_size 4096\n"
+        "  depthdial train heal-text --init models/elastic --train.steps 500",
+    )
+    parser.add_argument("recipe", help="a shipped recipe (`depthdial list`) or a YAML or JSON file")
+    parser.add_argument(
+        "--init",
+        metavar="MODEL",
+        help="start from this model directory, checkpoint or run, in place of the recipe's model; "
+        "its tokenizer reads the text",
+    )
+    parser.add_argument("--root", default="runs", metavar="DIR", help="folder of runs (runs)")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the whole recipe as YAML and stop"
+    )
+    add_recipe_flags(parser)
+    return parser
+
+
+def run_train(options: Options) -> int:
+    """Train, and say what came out and what can be done with it."""
+    recipe = _recipe(options)
+    if options.print_config:
+        print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), end="")
+        return 0
+    from depthdial.training import pretrain
+
+    def start(observer: Any) -> TrainResult:
+        return pretrain.train(recipe, root=options.root, observer=observer)
+
+    return _train(recipe, start, first_step=0)
+
+
+def resume_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `resume`."""
+    # Brings torch, which the command needs anyway.
+    from depthdial.training.pretrain import RESUME_KEYS
+
+    parser = new_parser(
+        "resume",
+        usage="RUN [--KEY VALUE ...]",
+        description="Continue a run from its newest intact checkpoint, as if it had never "
+        "stopped.\nThe keys below may change from there on and are written to its config.json.\n\n"
+        "  depthdial resume runs/tiny-text\n"
+        "  depthdial resume runs/tiny-text --optim.lr 2e-3",
+    )
+    parser.add_argument("run", help="folder of the run, e.g. runs/tiny-text")
+    add_recipe_flags(parser, only=RESUME_KEYS)
+    return parser
+
+
+def run_resume(options: Options) -> int:
+    """Continue, and report as `train` does."""
+    from depthdial.api.paths import check_is_run
+    from depthdial.config import Recipe
+    from depthdial.training import pretrain
+    from depthdial.training.run_dir import CHECKPOINT_NAME, RunDir
+
+    check_is_run(options.run)
+    run = RunDir.open(options.run)
+    recipe = Recipe.from_file(run.config_path)
+    names = [entry.name for entry in run.checkpoints_path.glob("step_*")]
+    steps = [int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))]
+
+    def start(observer: Any) -> TrainResult:
+        return pretrain.resume(options.run, overrides=recipe_overrides(options), observer=observer)
+
+    return _train(recipe, start, first_step=max(steps, default=0))
+
+
+def prepare_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `prepare`."""
+    parser = new_parser(
+        "prepare",
+        usage="PATH... --out DIR [--vocab-size N] [...]",
+        description="Turn txt, jsonl and parquet files, or folders of them, into training data.\n\n"
+        "  depthdial prepare speeches/ letters.jsonl --out my-data --vocab-size 4096\n"
+        "  depthdial train tiny-text --data.path my-data --model.vocab_size 4096",
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or folders")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--vocab-size",
+        metavar="N",
+        help="tokens of the tokenizer to train, at least 257 (up to 4096, as the text allows)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="use this tokenizer.json, or that of this model directory, instead of training one",
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="jsonl key or parquet column (text)"
+    )
+    parser.add_argument(
+        "--valid-frac",
+        default="0.05",
+        metavar="X",
+        help="share of documents held out, in [0, 1) (0.05)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace DIR if it holds prepared data"
+    )
+    return parser
+
+
+def run_prepare(options: Options) -> int:
+    """Prepare, and print what was written and skipped."""
+    from depthdial.data.text import prepare
+
+    if options.vocab_size is not None and options.tokenizer is not None:
+        raise UsageError("give --vocab-size (to train a tokenizer) or --tokenizer, not both.")
+    with naming_flags("vocab_size", "text_field", "valid_frac", "overwrite"):
+        report = prepare(
+            options.paths,
+            options.out,
+            vocab_size=number(options.vocab_size, "--vocab-size", whole=True),
+            tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer),
+            text_field=options.text_field,
+            valid_frac=number(options.valid_frac, "--valid-frac", whole=False),
+            overwrite=options.overwrite,
+        )
+    print(report)
+    remark(
+        f"next: depthdial train tiny-text --data.path {options.out} "
+        f"--model.vocab_size {report.vocab_size}"
+    )
+    return 0
+
+
+def _tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a file, or of a model directory with its end-of-text token."""
+    from depthdial.data.tokenizer import Tokenizer
+
+    return Tokenizer.from_dir(path) if Path(path).is_dir() else Tokenizer.from_file(path)
+
+
+def report_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `report`."""
+    parser = new_parser(
+        "report",
+        usage="RUN [--baseline RUN]",
+        description="Measure a run at every loop count and write its report.html (one file).",
+    )
+    parser.add_argument("run", help="folder of the run, e.g. runs/tiny-text")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="run of the matched non-looped model, to compare with"
+    )
+    return parser
+
+
+def run_report(options: Options) -> int:
+    """Write the report and print where it is."""
+    from depthdial.api.paths import check_is_run
+    from depthdial.studies.report_run import report_run
+
+    check_is_run(options.run)
+    if options.baseline is not None:
+        check_is_run(options.baseline)
+    remark("measuring every loop count ...")
+    paths = report_run(options.run, baseline=options.baseline)
+    print(paths.html)
+    print(paths.curve)
+    return 0
+
+
+def demo_parser() -> jsonargparse.ArgumentParser:
+    """Flags of `demo`."""
+    parser = new_parser(
+        "demo",
+        usage="[--out DIR] [--quick]",
+        description="Train text and pointer programs with and without loops, measure every loop\n"
+        "count, and write one report. About 8 minutes on two idle CPU cores, at most 12;\n"
+        "a second call goes on where the first one stopped.",
+    )
+    parser.add_argument(
+        "--out", default="runs/demo", metavar="DIR", help="folder to write (runs/demo)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="20 steps per run: shows that it works, no results"
+    )
+    return parser
+
+
+def run_demo_command(options: Options) -> int:
+    """Run the demonstration and print where its report is."""
+    from depthdial.studies.demo import run_demo
+
+    paths = run_demo(options.out, quick=options.quick, console=Console(stderr=True))
+    print(paths.html)
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
+    "train": (train_parser, run_train),
+    "resume": (resume_parser, run_resume),
+    "prepare": (prepare_parser, run_prepare),
+    "report": (report_parser, run_report),
+    "demo": (demo_parser, run_demo_command),
+}
+
+
+def _recipe(options: Options) -> Recipe:
+    """The recipe of `train` with its flags.
+
+    Raises: UsageError; ValueError or FileNotFoundError as `load_recipe`.
+    """
+    from depthdial.api.recipes import load_recipe
+
+    overrides = recipe_overrides(options)
+    if options.init is not None:
+        if overrides.setdefault("train.init", options.init) != options.init:
+            raise UsageError("--init and --train.init name two models; give one of them.")
+    return load_recipe(options.recipe, overrides)
+
+
+def _train(recipe: Recipe, start: Callable[[Any], TrainResult], *, first_step: int) -> int:
+    """Run with a progress display on standard error; the result goes to standard output."""
+    from depthdial.training.progress import RichObserver
+
+    console = Console(stderr=True)
+    steps = recipe.train.steps
+    with RichObserver(recipe.name, steps=steps, first_step=first_step, console=console) as observer:
+        result = start(observer)
+    _print_result(result, recipe)
+    return EXIT_CODES[result.status]
+
+
+def _print_result(result: TrainResult, recipe: Recipe) -> None:
+    """Where the run is, how far, at what cost, and its last validation losses."""
+    from depthdial.training.run_dir import RunDir
+
+    run = RunDir.open(result.path)
+    training = run.read_provenance()["training"]
+    print(
+        f"{result.path}: {result.status} after {result.step:,} of {recipe.train.steps:,} steps, "
+        f"{short_count(training['tokens'])} tokens, {duration(training['seconds'])}"
+    )
+    validations = [record for record in run.read_metrics() if "val/loss_k1" in record]
+    if validations:
+        last = validations[-1]
+        losses = [
+            f"k={k} {loss:.4f}"
+            for k in range(1, recipe.model.max_loops + 1)
+            if (loss := last.get(f"val/loss_k{k}")) is not None
+        ]
+        print(f"validation loss at step {last['step']:,}: {'  '.join(losses)} nats per token")
+    if result.status == "finished":
+        remark(f"next: depthdial sweep {result.path}")

@@ -1,0 +1,257 @@
+"""Rules between the fields of a model's config; each raises ValueError with what to do.
+
+Fields and their meaning are in `config/model.py`, which calls these: the configs arrive untyped,
+because this file is below theirs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+ATTENTION = "A"
+SLIDING = "S"
+FEED_FORWARD = "F"
+SUBLAYER_LETTERS = {
+    ATTENTION: "grouped-query attention",
+    SLIDING: "grouped-query attention over a sliding window",
+    FEED_FORWARD: "feed-forward MLP",
+}
+ATTENTION_LETTERS = frozenset({ATTENTION, SLIDING})
+VALUE_GATE_CHANNELS = 32
+"""Input channels that the gate of a value embedding reads, at most."""
+
+CACHE_POLICIES = (
+    "per_loop",
+    "collapse_last",
+    "collapse_first",
+    "collapse_mean",
+    "last_step",
+    "share_first",
+    "stash_first",
+    "stash_last",
+)
+"""Rules about stored keys and values that hold for any model."""
+PUBLISHED_POLICY = re.compile(
+    r"huginn:(?P<by_layers>(latest|available|always-last)-m\d+|skip"
+    r"|(latest-m\d+-)?compress-(s\d+|anchor))"
+    r"|parcae:compress-(?P<by_loops>s|stride|first|last)(?P<count>\d+)"
+)
+"""Rules that came with a published model; the numbers of huginn count attention layers of the core,
+those of parcae loops."""
+
+
+def check_cache_policy(name: str) -> str:
+    """The name itself. Raises: ValueError for an unknown one."""
+    if name not in CACHE_POLICIES and not PUBLISHED_POLICY.fullmatch(name):
+        close = difflib.get_close_matches(name, CACHE_POLICIES, n=1, cutoff=0.5)
+        raise ValueError(
+            f"unknown cache policy '{name}'."
+            + (f" Did you mean '{close[0]}'?" if close else "")
+            + f" Known: {', '.join(CACHE_POLICIES)}, and the rules of published models, such as "
+            "huginn:latest-m4, huginn:compress-s8, parcae:compress-s2."
+        )
+    return name
+
+
+def policy_obstacle(policy: str, config: Any) -> str | None:
+    """Why a cache policy does not go with a model; None where it does."""
+    window, segments, modulation = config.loop.local_window, config.segments, config.modulation
+    if window is not None and policy != "per_loop":
+        return (
+            f"cache policy '{policy}' does not go with loop.local_window={window}: later loops "
+            "read the first loop's keys and their own. Use per_loop."
+        )
+    is_timed = modulation is not None and modulation.kind == "time_step"
+    if policy == "stash_last" and (segments or is_timed):
+        reason = (
+            f"segments={list(segments)}: its extra pass runs the core as a whole"
+            if segments
+            else "modulation.kind='time_step': its extra pass has no time and no step size"
+        )
+        return f"cache policy 'stash_last' does not go with {reason}. Use stash_first or per_loop."
+    return None
+
+
+def check_loop(loop: Any) -> None:
+    """Every option of the loop has an effect, and what it needs."""
+    only_with = (
+        ("delta_init", 0.05, "update", "delta"),
+        ("gamma_init", 0.0, "update", "adaptive_delta"),
+        ("gate_rank", None, "update", "decay_gate"),
+        ("anchor", 0.5, "update", "anchored"),
+        ("random_state_std", None, "initial_state", "random"),
+        ("random_state_seed", 0, "initial_state", "random"),
+    )
+    values = dict(loop)
+    for name, default, owner, value in only_with:
+        if values[name] != default and values[owner] != value:
+            raise ValueError(
+                f"{name}={values[name]} has no effect with {owner}='{values[owner]}'. "
+                f"Remove it or choose {owner}='{value}'."
+            )
+    for name, owner, value in (
+        ("gate_rank", "update", "decay_gate"),
+        ("random_state_std", "initial_state", "random"),
+    ):
+        if values[owner] == value and values[name] is None:
+            raise ValueError(f"{owner}='{value}' needs {name}; give a positive number.")
+    if loop.initial_state != "prelude" and loop.injection == "none":
+        raise ValueError(
+            f"initial_state='{loop.initial_state}' with injection='none' cuts the loops off from "
+            "the tokens. Choose an injection, or initial_state='prelude'."
+        )
+
+
+def check_sublayers(config: Any) -> None:
+    """Known letters, and a split that they fill."""
+    unknown = sorted(set(config.layout) - set(SUBLAYER_LETTERS))
+    if unknown:
+        raise ValueError(
+            f"layout '{config.layout}' has unknown letters {unknown}; known: {SUBLAYER_LETTERS}."
+        )
+    total, period = sum(config.split), len(config.layout)
+    if total % period:
+        raise ValueError(
+            f"split {list(config.split)} adds up to {total} sublayers, but layout "
+            f"'{config.layout}' has {period}. Choose a split whose sum is a multiple of "
+            f"{period}, or change `layout`."
+        )
+    if (SLIDING in config.layout) != (config.sliding is not None):
+        raise ValueError("the layout letter S goes with `sliding`, and needs it.")
+
+
+def check_segments(config: Any) -> None:
+    """Segments fill the core, and nothing acts between the loops of the whole core."""
+    if not config.segments:
+        return
+    if len(config.segments) < 2 or sum(config.segments) != config.split[1]:
+        raise ValueError(
+            f"segments={list(config.segments)} must be at least two counts of sublayers that add "
+            f"up to the core's {config.split[1]}; leave it empty where the core loops as a whole."
+        )
+    for name, given, allowed in (
+        ("loop.update", config.loop.update, "replace"),
+        ("loop.injection", config.loop.injection, "none"),
+        ("exit_gate", config.exit_gate, "none"),
+        ("modulation", config.modulation, None),
+    ):
+        if given != allowed:
+            raise ValueError(
+                f"{name}={given!r} acts after each loop of the core, and with segments the core "
+                f"never loops as a whole; set it to {allowed!r}, or leave segments empty."
+            )
+    if config.final_norm == "loop":
+        raise ValueError("final_norm='loop' goes with a core that loops as a whole, not segments.")
+
+
+def check_attention(config: Any) -> None:
+    """Heads, rotation and value embeddings fit each other."""
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}."
+        )
+    fractions = {"rotary_frac": config.rotary_frac}
+    if config.sliding is not None:
+        fractions["sliding.rotary_frac"] = config.sliding.rotary_frac
+    for name, fraction in fractions.items():
+        rotating = round(config.head_dim * fraction)
+        if rotating % 2 or rotating < 2:
+            raise ValueError(
+                f"{name}={fraction} of head_dim={config.head_dim} gives {rotating} rotating "
+                "channels; choose a fraction that gives an even number of at least 2."
+            )
+    if config.positions != "rotary":
+        for name, given, default in (
+            ("rotary_frac", config.rotary_frac, 1.0),
+            ("rotary_pairs", config.rotary_pairs, "half_split"),
+            ("rope_scaling", config.rope_scaling, None),
+            ("rope_theta", config.rope_theta, 10_000.0),
+            ("sliding.rope_theta", config.sliding and config.sliding.rope_theta, 10_000.0),
+            ("sliding.rotary_frac", config.sliding and config.sliding.rotary_frac, 1.0),
+        ):
+            if given is not None and given != default:
+                raise ValueError(
+                    f"{name}={given!r} has no effect with positions='{config.positions}'."
+                )
+    if config.qk_norm == "none" and config.qk_norm_eps is not None:
+        raise ValueError(f"qk_norm_eps={config.qk_norm_eps} has no effect with qk_norm='none'.")
+    num_attention = sum(letter in ATTENTION_LETTERS for letter in config.sublayers)
+    beyond = [i for i in config.value_embeddings if i >= num_attention]
+    if beyond or len(set(config.value_embeddings)) != len(config.value_embeddings):
+        raise ValueError(
+            f"value_embeddings={list(config.value_embeddings)} must name attention layers 0 to "
+            f"{num_attention - 1}, each once."
+        )
+
+
+def check_model_options(config: Any) -> None:
+    """Options that need or exclude each other."""
+    if config.num_loops > config.max_loops:
+        raise ValueError(
+            f"num_loops={config.num_loops} exceeds max_loops={config.max_loops}; the default must "
+            "be a depth that the model is made for."
+        )
+    obstacle = policy_obstacle(config.loop.cache_policy, config)
+    if obstacle is not None:
+        raise ValueError(obstacle)
+    if (config.norm == "ngpt") != (config.ngpt is not None):
+        raise ValueError("norm='ngpt' goes with `ngpt`, and needs it.")
+    if config.norm == "ngpt" and (config.modulation is not None or config.qk_norm != "none"):
+        raise ValueError(
+            "norm='ngpt' normalises queries and keys itself and takes no modulation of its "
+            "sublayers; set qk_norm='none' and modulation=null."
+        )
+    if config.norm == "ngpt":
+        _check_ngpt(config)
+    is_plain = config.loop.update == "replace" and config.modulation is None
+    if is_plain and config.loop.gate_bypass != "never":
+        raise ValueError(
+            f"loop.gate_bypass='{config.loop.gate_bypass}' has no effect with update='replace': "
+            "there is no gate. Set it to 'never'."
+        )
+    if config.core_d_ff is not None and FEED_FORWARD not in config.core_layout:
+        raise ValueError(
+            f"core_d_ff={config.core_d_ff} has no effect: the core '{config.core_layout}' has no "
+            "feed-forward sublayer."
+        )
+    if config.final_norm == "loop" and config.split[2]:
+        raise ValueError(
+            f"final_norm='loop' norms the state that the head reads, but split="
+            f"{list(config.split)} has a coda after the loops; choose another final_norm."
+        )
+    if config.visit_deltas is not None and config.visit_deltas.norms and not config.norm_gain:
+        raise ValueError("visit_deltas.norms needs norm_gain=true: there is no gain to vary.")
+
+
+def check_trained_loops(config: Any) -> None:
+    """Ascending loop counts within what the model is made for."""
+    loops = config.trained_loops
+    if loops is None:
+        return
+    if list(loops) != sorted(set(loops)) or any(k > config.max_loops for k in loops):
+        raise ValueError(
+            f"trained_loops={list(loops)} must be loop counts from 1 to max_loops="
+            f"{config.max_loops}, ascending and each once; null stands for all of them, [] for "
+            "none."
+        )
+
+
+def _check_ngpt(config: Any) -> None:
+    """A normalised transformer has no biases, gains, value embeddings or mix of loops."""
+    deltas = config.visit_deltas
+    for name, given, allowed in (
+        ("ff", config.ff, "swiglu"),
+        ("ff_bias", config.ff_bias, False),
+        ("attention_bias", config.attention_bias, "none"),
+        ("value_embeddings", config.value_embeddings, ()),
+        ("norm_gain", config.norm_gain, True),
+        ("loop.local_window", config.loop.local_window, None),
+        ("visit_deltas.norms", deltas is not None and deltas.norms, False),
+    ):
+        if given != allowed:
+            raise ValueError(
+                f"{name}={given!r} has no effect with norm='ngpt', whose sublayers have unit "
+                f"lengths and none of these; leave it at {allowed!r}."
+            )

@@ -1,0 +1,111 @@
+"""From YAML and JSON text to plain values, strictly: unique keys, and nothing that JSON lacks.
+
+Which keys there are, and their ranges, is in `config/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The keys and values of a `.json`, `.yaml` or `.yml` file that exists.
+
+    Raises: ValueError naming the file, for one that is damaged or holds anything else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is damaged or not UTF-8 text (byte {error.object[error.start]:#x} at "
+            f"{error.start}). Restore it, or save it as UTF-8."
+        ) from None
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    try:
+        values = load_json(text) if kind == "JSON" else load_yaml(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of keys, got {type(values).__name__}")
+    return values
+
+
+def load_yaml(text: str) -> Any:
+    """YAML with the float spelling people type: `1e-3` is a number, not a string.
+
+    Dates stay text, as in JSON.
+    Raises: yaml.YAMLError, also for a key that is given twice, with its lines.
+    """
+    timestamp = "tag:yaml.org,2002:timestamp"
+
+    class Loader(yaml.SafeLoader):
+        """SafeLoader with YAML 1.2 floats, without dates, with unique keys."""
+
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in resolvers if tag != timestamp]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            _check_unique(node)
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)$"),
+        list("-+0123456789."),
+    )
+    return yaml.load(text, Loader)
+
+
+def load_json(text: str) -> Any:
+    """JSON whose keys are unique. Raises ValueError (json.JSONDecodeError if it is no JSON)."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"key '{twice}' is given twice. Remove one of the two.")
+        return values
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def check_plain(value: Any, key: str = "") -> None:
+    """Refuse what JSON cannot hold. Raises ValueError naming the dotted key."""
+    where = f"{key}=" if key else ""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"{where}{value!r}: the key {name!r} is of type {type(name).__name__}; keys "
+                    "are text."
+                )
+            check_plain(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            check_plain(inner, f"{key}.{position}" if key else str(position))
+    elif value is not None and not isinstance(value, str | int | float):
+        raise ValueError(
+            f"{where}{value!r} is of type {type(value).__name__}; allowed are text, numbers, "
+            "true, false, null, lists and groups of keys."
+        )
+
+
+def _check_unique(node: yaml.MappingNode) -> None:
+    """Refuse a mapping that spells one key twice, which YAML readers resolve as they like."""
+    lines: dict[str, int] = {}
+    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise yaml.YAMLError(
+                f"key '{key.value}' is given twice, in line {lines[key.value]} and in line {line}. "
+                "Remove one of the two."
+            )
+        lines[key.value] = line

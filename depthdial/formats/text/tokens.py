@@ -1,0 +1,321 @@
+"""Tokenizer files, special tokens, chat template and generation config of a checkpoint.
+
+They are carried over unchanged, except that a model folder of ours always states which tokens end
+a text (`generation_config.json`) and which open one (`tokenizer_config.json`); what an import
+changes for that, an export gives back. All statements about special tokens are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from depthdial.config.text_files import dump_json
+from depthdial.data.tokenizer import (
+    GENERATION_CONFIG_FILE,
+    OPENING_KEY,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    id_list,
+)
+from depthdial.formats.new_folder import named_in_errors
+from depthdial.formats.text.files import (
+    OTHER_TOKENIZERS,
+    carried_files,
+    chat_templates,
+    copy_files,
+    object_or_none,
+    other_templates,
+)
+
+CHANGED_FILES = (GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE)
+"""Files that an import may change."""
+MAX_TOKENIZER_BYTES = 256 * 2**20
+ROLES = ("bos", "eos", "pad")
+NO_ID = -1
+"""How some old configs spell that there is no padding or opening token."""
+SPECIAL_ROLES = (*ROLES, "unk", "sep", "cls", "mask")
+
+
+class Statement(NamedTuple):
+    """One file's word on the ids of one role: `eos`, `bos` or `pad`."""
+
+    where: str
+    role: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenReport:
+    """What an import found out about text.
+
+    Fields:
+        has_tokenizer: text works, not only ids.
+        stop_ids, opening_ids: as in `Tokenizer`.
+        template_in: file that holds the chat template; None for none.
+        notes, warnings: sentences for people.
+        changed_files: file -> the source's content, null where the source had none.
+    """
+
+    has_tokenizer: bool
+    stop_ids: tuple[int, ...]
+    opening_ids: tuple[int, ...]
+    template_in: str | None
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    changed_files: Mapping[str, dict[str, Any] | None]
+
+
+def import_tokens(
+    source: Path, destination: Path, *, config: Mapping[str, Any], vocab_size: int
+) -> TokenReport:
+    """Carry the files over and make the folder state its stop and opening tokens.
+
+    Args: config: the source's config.json; vocab_size: of the model.
+    Raises: ValueError for a damaged file, or a token whose id the model does not have.
+    """
+    copy_files(source, destination)
+    facts = read_tokens(source, config=config, vocab_size=vocab_size)
+    changed: dict[str, dict[str, Any] | None] = {}
+    generation = object_or_none(source / GENERATION_CONFIG_FILE)
+    if set(id_list((generation or {}).get("eos_token_id"), "")) != set(facts.stop_ids):
+        changed[GENERATION_CONFIG_FILE] = generation
+        stated = generation or _token_ids(config)
+        only_one = len(facts.stop_ids) == 1
+        ids = facts.stop_ids[0] if only_one else list(facts.stop_ids)
+        text = dump_json({**stated, "eos_token_id": ids})
+        (destination / GENERATION_CONFIG_FILE).write_text(text, encoding="utf-8")
+    if facts.has_tokenizer:
+        tokenizer = Tokenizer.from_file(source / TOKENIZER_FILE)
+        original = object_or_none(source / TOKENIZER_CONFIG_FILE)
+        changed[TOKENIZER_CONFIG_FILE] = original
+        values = dict(original or {"tokenizer_class": "PreTrainedTokenizerFast"})
+        if values.get("eos_token") is None and facts.stop_ids:
+            values["eos_token"] = tokenizer.token_of(facts.stop_ids[0])
+        values[OPENING_KEY] = [tokenizer.token_of(token_id) for token_id in facts.opening_ids]
+        (destination / TOKENIZER_CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
+        # The folder must open again with the tokenizer that every tool uses.
+        with named_in_errors(destination, source):
+            Tokenizer.from_dir(destination)
+    return TokenReport(**{**vars(facts), "changed_files": changed})
+
+
+def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int) -> TokenReport:
+    """Everything that a folder states about special tokens, compared.
+
+    Args as in `import_tokens`. Raises: as there.
+    """
+    tokenizer, notes = _tokenizer_of(folder)
+    tokenizer_config = object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
+    statements = list(_id_statements(folder, config, notes))
+    warnings: list[str] = []
+    opening_ids: tuple[int, ...] = ()
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, vocab_size)
+        statements += _token_statements(folder, tokenizer, warnings)
+        warnings += _wrong_ids(folder, tokenizer)
+        warnings += _opening_contradiction(tokenizer, tokenizer_config)
+        opening_ids = tokenizer.template_ids
+    for statement in statements:
+        _check_range(statement, vocab_size)
+    for role in ROLES:
+        warnings += _contradictions([s for s in statements if s.role == role])
+    stop_ids = tuple(dict.fromkeys(i for s in statements if s.role == "eos" for i in s.ids))
+    if not stop_ids:
+        warnings.append("no file names an end-of-text token, so generation runs to its limit.")
+    templates = chat_templates(folder)
+    warnings += other_templates(templates)
+    if templates and tokenizer is not None:
+        warnings += _unstopped_turns(templates[0].text, tokenizer, stop_ids)
+    return TokenReport(
+        has_tokenizer=tokenizer is not None,
+        stop_ids=stop_ids,
+        opening_ids=opening_ids,
+        template_in=templates[0].where if templates else None,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        changed_files={},
+    )
+
+
+def export_tokens(
+    folder: Path, destination: Path, *, changed_files: Mapping[str, dict[str, Any] | None] | None
+) -> None:
+    """Carry the files over as other tools expect them.
+
+    Args: changed_files: of the import that the model came from, given back; None for a model that
+        was not imported, whose opening token is then stated in transformers' words.
+    """
+    copy_files(folder, destination)
+    for name, values in (changed_files or {}).items():
+        if values is None:
+            (destination / name).unlink(missing_ok=True)
+        else:
+            (destination / name).write_text(dump_json(values), encoding="utf-8")
+    config = object_or_none(destination / TOKENIZER_CONFIG_FILE)
+    if changed_files is not None or config is None:
+        return
+    if OPENING_KEY in config:
+        # Of an imported model: the publisher's own keys still say it.
+        del config[OPENING_KEY]
+    elif config.get("eos_token") is not None:
+        token = config["eos_token"]
+        config["bos_token"] = token
+        Tokenizer.from_dir(destination).save_opened_by(
+            token["content"] if isinstance(token, dict) else token, destination / TOKENIZER_FILE
+        )
+    (destination / TOKENIZER_CONFIG_FILE).write_text(dump_json(config), encoding="utf-8")
+
+
+def _tokenizer_of(folder: Path) -> tuple[Tokenizer | None, list[str]]:
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise ValueError(
+                f"{path} has {path.stat().st_size:,} bytes; a tokenizer has at most "
+                f"{MAX_TOKENIZER_BYTES:,}. It is damaged."
+            )
+        return Tokenizer.from_file(path), []
+    others = [name for name in carried_files(folder) if name in OTHER_TOKENIZERS]
+    why = f"only {', '.join(others)}" if others else "no tokenizer files"
+    todo = (
+        f"Make a {TOKENIZER_FILE} with transformers (AutoTokenizer.from_pretrained(...), then "
+        "save_pretrained) and import again."
+        if others
+        else "Add them to the source and import again for text."
+    )
+    return None, [f"{folder.name} has {why}: token ids work, text does not. {todo}"]
+
+
+def _token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The special ids that a config.json states, as a generation config states them."""
+    keys = [f"{role}_token_id" for role in ROLES]
+    return {key: config[key] for key in keys if config.get(key) not in (None, NO_ID)}
+
+
+def _id_statements(
+    folder: Path, config: Mapping[str, Any], notes: list[str]
+) -> Iterator[Statement]:
+    """Ids stated as numbers: config.json, its groups, generation_config.json."""
+    groups = [("config.json", config)]
+    groups += [
+        (f"config.json, {key}", value) for key, value in config.items() if isinstance(value, dict)
+    ]
+    generation = object_or_none(folder / GENERATION_CONFIG_FILE)
+    if generation is not None:
+        groups.append((GENERATION_CONFIG_FILE, generation))
+    for where, values in groups:
+        for role in ROLES:
+            value = values.get(f"{role}_token_id")
+            if value == NO_ID and role != "eos":
+                notes.append(f"{where}: {role}_token_id {NO_ID} is read as no {role} token.")
+                continue
+            ids = id_list(value, f"{where}: {role}_token_id")
+            if ids:
+                yield Statement(where, role, ids)
+
+
+def _token_statements(
+    folder: Path, tokenizer: Tokenizer, warnings: list[str]
+) -> Iterator[Statement]:
+    """Tokens stated by their spelling: tokenizer_config.json, special_tokens_map.json.
+
+    Raises: ValueError for an end-of-text token that the vocabulary lacks.
+    """
+    for name in (TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
+        values = object_or_none(folder / name) or {}
+        for role in SPECIAL_ROLES:
+            token = values.get(f"{role}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(token, str):
+                continue
+            try:
+                token_id = tokenizer.token_id(token)
+            except ValueError as error:
+                if role == "eos":
+                    raise ValueError(f"{folder / name}, eos_token: {error}") from None
+                warnings.append(f"{name}: {role}_token '{token}' is not in {TOKENIZER_FILE}.")
+                continue
+            yield Statement(name, role, (token_id,))
+
+
+def _wrong_ids(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens listed with an id that tokenizer.json contradicts."""
+    decoder = (object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}).get("added_tokens_decoder")
+    listed = [
+        (TOKENIZER_CONFIG_FILE, value.get("content"), key)
+        for key, value in (decoder if isinstance(decoder, dict) else {}).items()
+        if isinstance(value, dict)
+    ]
+    added = object_or_none(folder / "added_tokens.json") or {}
+    listed += [("added_tokens.json", token, str(token_id)) for token, token_id in added.items()]
+    for where, token, stated in listed:
+        # Compared by length first: the vocabulary's own ids have 32 bits.
+        is_id = stated.isdecimal() and len(stated) < 10 and int(stated) < tokenizer.vocab_size
+        own = tokenizer.token_of(int(stated)) if is_id else None
+        if own != token:
+            yield f"{where}: id {stated} is '{token}', but {TOKENIZER_FILE} has '{own}' there."
+
+
+def _opening_contradiction(
+    tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]
+) -> Iterator[str]:
+    """An add_bos_token that the template in tokenizer.json contradicts.
+
+    The template decides, as in transformers.
+    """
+    stated, opens = tokenizer_config.get("add_bos_token"), bool(tokenizer.template_ids)
+    if isinstance(stated, bool) and stated != opens:
+        yield (
+            f"{TOKENIZER_CONFIG_FILE} has add_bos_token={str(stated).lower()}, but the template in "
+            f"{TOKENIZER_FILE} puts {'a token' if opens else 'nothing'} before a text, and decides."
+        )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        last = tokenizer.vocab_size - 1
+        raise ValueError(
+            f"the tokenizer has ids up to {last} ('{tokenizer.token_of(last)}'), but the model "
+            f"embeds {vocab_size}. Tokenizer and weights must come from the same checkpoint."
+        )
+
+
+def _check_range(statement: Statement, vocab_size: int) -> None:
+    beyond = [token_id for token_id in statement.ids if token_id >= vocab_size]
+    if beyond:
+        raise ValueError(
+            f"{statement.where}: the {statement.role} token has id {beyond[0]}, but the model has "
+            f"{vocab_size} ids, 0 to {vocab_size - 1}. Files of two models are mixed here."
+        )
+
+
+def _contradictions(statements: list[Statement]) -> Iterator[str]:
+    """Statements on one role that share no id with the first one."""
+    for other in statements[1:]:
+        first = statements[0]
+        if not set(first.ids) & set(other.ids):
+            yield (
+                f"the {first.role} token is {_shown(first.ids)} in {first.where} and "
+                f"{_shown(other.ids)} in {other.where}."
+            )
+
+
+def _shown(ids: tuple[int, ...]) -> str:
+    return " or ".join(map(str, ids))
+
+
+def _unstopped_turns(
+    template: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+) -> Iterator[str]:
+    """A chat template none of whose tokens ends generation: replies would never end."""
+    spelled = [token for token in tokenizer.special_tokens if token in template]
+    stops = {tokenizer.token_of(token_id) for token_id in stop_ids}
+    if spelled and not stops & set(spelled) and "eos_token" not in template:
+        yield (
+            f"the chat template writes {', '.join(spelled[:5])}, but generation stops at "
+            f"{', '.join(sorted(map(str, stops))) or 'nothing'}: replies may not end."
+        )

@@ -1,0 +1,31 @@
+"""The transformers face: importing this module makes transformers know our models.
+
+    import depthdial.hf
+    model = AutoModelForCausalLM.from_pretrained("runs/tiny-text/checkpoints/step_500")
+    model.generate(**tokenizer("Fellow citizens", return_tensors="pt"), num_loops=2)
+
+This is the one module of the package whose import has an effect. The classes are in `hf/config.py`
+(config), `hf/model.py` (model; arguments of a call in `hf/call.py`) and `hf/cache.py` (cache).
+Written for transformers 5.18 to 5.29; what differs inside that range: a cache is called `cache`
+since 5.24 and `past_key_values` before, in outputs and arguments. What we rely on beyond the
+public interface: generation calls `_prepare_cache_for_generation` once and
+`_update_model_kwargs_for_generation` after every call of the model, and slices inputs by
+`Cache.get_seq_length()`; loading puts `base_model_prefix` before names that lack it.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from depthdial.hf.cache import DepthdialCache
+from depthdial.hf.config import DepthdialConfig
+from depthdial.hf.model import CACHE_FIELD, DepthdialForCausalLM
+
+__all__ = ["CACHE_FIELD", "DepthdialCache", "DepthdialConfig", "DepthdialForCausalLM", "register"]
+
+
+def register() -> None:
+    """Tell transformers' auto classes about model_type "depthdial"; again is no harm."""
+    AutoConfig.register(DepthdialConfig.model_type, DepthdialConfig, exist_ok=True)
+    AutoModelForCausalLM.register(DepthdialConfig, DepthdialForCausalLM, exist_ok=True)
+
+
+register()

@@ -1,0 +1,368 @@
+"""`DepthdialForCausalLM`: one `LoopedLM` behind the interface of transformers.
+
+What the model computes is in `model/looped_lm.py`, here are only names, masks, caches and files.
+Weights keep our names in a file, so that `depthdial.load` and `from_pretrained` read the same one.
+transformers calls the cache `cache` since 5.24 and `past_key_values` before; both are taken.
+Letters: B batch, T tokens of one call, S columns so far, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from depthdial.cache.loop_counts import NumLoops, allowed_num_loops
+from depthdial.config import CachePolicy, ModelConfig
+from depthdial.hf.cache import ROLLBACK_POLICIES, DepthdialCache
+from depthdial.hf.call import (
+    RecordedStates,
+    check_given,
+    check_inputs,
+    document_numbers,
+    kept_positions,
+)
+from depthdial.hf.config import DepthdialConfig
+from depthdial.hf.files import bring_to, mixed_formats, widest
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.passes import Begun
+
+CACHE_FIELD = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in {field.name for field in fields(CausalLMOutputWithPast)}
+)
+"""What this transformers calls a cache in outputs and in the arguments of `generate`."""
+PREFIX = "model."
+"""Before our parameter names inside the wrapper; never in a file."""
+
+
+class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
+    """Looped language model for transformers; `.model` is the `LoopedLM`.
+
+    `num_loops` is an argument of `forward` and `generate`: an int, or a LongTensor [B] with one
+    count per row; `config.num_loops` where it is left out.
+    """
+
+    config_class = DepthdialConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["LoopedLM"]
+
+    def __init__(self, config: DepthdialConfig) -> None:
+        super().__init__(config)
+        # In a folder with code of its own, transformers loads the files of the config and of the
+        # model apart, each with its own classes: plain values bring the config over to ours.
+        self.model = LoopedLM(ModelConfig.from_dict(config.looped.to_dict()))
+        self.register_load_state_dict_pre_hook(_with_prefix)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: `LoopedLM` draws its own values, by parameter name."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        num_loops: NumLoops | None = None,
+        position_ids: Tensor | None = None,
+        cache: DepthdialCache | None = None,
+        past_key_values: DepthdialCache | None = None,
+        cache_policy: CachePolicy | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        step_sizes: Tensor | Sequence[float] | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits after `num_loops` passes of the core.
+
+        Args:
+            input_ids: token ids [B, T].
+            attention_mask: 1 at real tokens, 0 at padding, on any side: [B, T], with a cache
+                [B, S], the columns of earlier calls first.
+            num_loops: see the class.
+            position_ids: [B, T] or [1, T]; None counts the real tokens of each row. Without mask
+                and cache, a row whose positions start again holds several documents, which do not
+                see each other.
+            cache, past_key_values: two names of one argument; advanced by the call.
+            cache_policy: of the cache that `use_cache=True` makes; None for the model's own.
+            use_cache: make a cache for the whole context; None makes none.
+            labels: [B, T], `input_ids` as a rule, -100 where no loss is wanted; shifted here.
+            logits_to_keep: last positions to read out, or their places [n]; 0 for all.
+            step_sizes: of the loops, for a model conditioned on time. With beams, which repeat
+                the rows of every tensor, a list or one row per prompt.
+            output_hidden_states: also return the states: after the prelude, after every loop,
+                after the coda; the last one times the head gives the logits. A row of fewer loops
+                than others repeats its last state.
+            return_dict: False for a tuple.
+            inputs_embeds, output_attentions: refused.
+
+        Returns: logits [B, T or fewer, V]; loss; hidden_states, most loops + 2 of [B, T, D]; the
+            cache.
+        Raises: ValueError for what is not allowed, or has no effect.
+        """
+        tokens_BT = check_inputs(input_ids, attention_mask, inputs_embeds, output_attentions)
+        loops = self._loops(num_loops, batch_size=tokens_BT.shape[0])
+        cache = self._cache_of_call(cache, past_key_values, use_cache, cache_policy)
+        begun, mask_BT = self._begin(
+            tokens_BT, attention_mask, position_ids=position_ids, loops=loops, cache=cache
+        )
+        wants_states = self._wants_states(output_hidden_states)
+        states = RecordedStates(begun.h_in_BTD) if wants_states else None
+        state_BTD = self.model.final_state(
+            begun,
+            num_loops=loops,
+            step_sizes=None if step_sizes is None else torch.as_tensor(step_sizes),
+            on_loop=states,
+        )
+        x_BTD = self.model.finish(state_BTD, begun, num_loops=loops)
+        if cache is not None:
+            cache.close((tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
+        logits_BTV = self.model.head(kept_positions(x_BTD, logits_to_keep))
+        output = CausalLMOutputWithPast(
+            loss=self._loss(logits_BTV, labels, tokens_BT),
+            logits=logits_BTV,
+            hidden_states=None if states is None else (*states.states, x_BTD),
+            **{CACHE_FIELD: cache},
+        )
+        as_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
+        return output.to_tuple() if as_tuple else output
+
+    def _begin(
+        self,
+        tokens_BT: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        position_ids: Tensor | None,
+        loops: NumLoops,
+        cache: DepthdialCache | None,
+    ) -> tuple[Begun, Tensor | None]:
+        """The call with its prelude run, and the part of the padding mask that belongs to it."""
+        mask_BT, loop_cache = attention_mask, None
+        if cache is not None:
+            loop_cache, mask_BT = cache.open(tokens_BT, attention_mask)
+        is_packed = position_ids is not None and attention_mask is None and cache is None
+        begun = self.model.begin(
+            tokens_BT,
+            num_loops=loops,
+            cache=loop_cache,
+            positions_BT=None if position_ids is None else position_ids.expand(tokens_BT.shape),
+            padding_mask_BT=mask_BT,
+            document_ids_BT=document_numbers(position_ids, tokens_BT.shape) if is_packed else None,
+        )
+        return begun, mask_BT
+
+    def _loops(self, num_loops: NumLoops | None, *, batch_size: int) -> NumLoops:
+        """Checked loop counts, on the CPU: generation moves every tensor to the model's device."""
+        if num_loops is None:
+            num_loops = self.config.num_loops
+        if isinstance(num_loops, Tensor):
+            num_loops = num_loops.cpu()
+        return allowed_num_loops(self.model.config, num_loops, batch_size=batch_size)
+
+    def _wants_states(self, output_hidden_states: bool | None) -> bool:
+        if output_hidden_states is None:
+            return bool(self.config.output_hidden_states)
+        return output_hidden_states
+
+    def _cache_of_call(
+        self,
+        cache: DepthdialCache | None,
+        past_key_values: DepthdialCache | None,
+        use_cache: bool | None,
+        cache_policy: CachePolicy | None,
+    ) -> DepthdialCache | None:
+        """The cache given under either name, or a new one where one is asked for."""
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are one argument; give one of them.")
+        given = past_key_values if cache is None else cache
+        if given is None and use_cache:
+            return DepthdialCache(self.model.config, policy=cache_policy)
+        is_used = given is not None if use_cache is None else use_cache
+        check_given(given, policy=cache_policy, is_used=is_used)
+        return given
+
+    def _loss(self, logits_BTV: Tensor, labels: Tensor | None, input_ids: Tensor) -> Tensor | None:
+        """Mean negative log-likelihood of the next tokens, in nats."""
+        if labels is None:
+            return None
+        if labels.shape != input_ids.shape or logits_BTV.shape[1] != labels.shape[1]:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}, and "
+                f"{logits_BTV.shape[1]} positions are read out; the loss needs all of them "
+                "(logits_to_keep=0)."
+            )
+        return self.loss_function(
+            logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size
+        )
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Check what `generate` was asked for, and make its cache."""
+        given = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
+        cache = next((value for value in given if value is not None), None)
+        policy = model_kwargs.pop("cache_policy", None)
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} has no effect on "
+                "a looped model; its kinds of cache are named by cache_policy."
+            )
+        self._check_context(generation_config, model_kwargs.get("attention_mask"))
+        is_used = generation_config.use_cache is not False
+        check_given(cache, policy=policy, is_used=is_used)
+        if cache is None and is_used:
+            capacity = self._capacity(generation_config)
+            cache = DepthdialCache(self.model.config, capacity=capacity, policy=policy)
+        if cache is None:
+            return
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and not cache.is_croppable:
+            raise ValueError(
+                f"assisted generation takes tokens back, which cache policy '{cache.policy}' "
+                f"cannot do without a trace; use one of {', '.join(ROLLBACK_POLICIES)}."
+            )
+        model_kwargs[CACHE_FIELD] = cache
+
+    def _capacity(self, generation_config: GenerationConfig) -> int:
+        """Most tokens that one `generate` stores per row."""
+        if generation_config.is_assistant:
+            # It is called again and again with the cache of its first, short call.
+            return self.model.config.max_context
+        # Candidates from the prompt may reach beyond the end before they are taken back.
+        return generation_config.max_length + (generation_config.prompt_lookup_num_tokens or 0)
+
+    def _check_context(
+        self, generation_config: GenerationConfig, attention_mask: Tensor | None
+    ) -> None:
+        padding = 0
+        if attention_mask is not None:
+            padding = attention_mask.shape[1] - int((attention_mask != 0).sum(dim=1).max())
+        longest, context = generation_config.max_length - padding, self.model.config.max_context
+        if longest > context:
+            raise ValueError(
+                f"prompt and new tokens are up to {longest} tokens; the model's context is "
+                f"{context}. Shorten the prompt, or ask for fewer (max_new_tokens)."
+            )
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As transformers'; it is called after the prompt and after every later call."""
+        model_kwargs = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, *args, **kwargs
+        )
+        cache = model_kwargs.get(CACHE_FIELD)
+        if cache is not None:
+            cache.end_prompt()
+        return model_kwargs
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *model_args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers', but strict, and with the number formats of the file where it has
+        several and `dtype` asks for none.
+
+        Raises: ValueError if a tensor is missing, unknown, or of another shape: transformers by
+            itself would draw new values for it and go on.
+        """
+        formats = mixed_formats(pretrained_model_name_or_path, kwargs)
+        if formats:
+            kwargs = {**kwargs, "dtype": widest(formats)}
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        problems = [
+            f"{kind.removesuffix('_keys')}: {', '.join(sorted(map(str, info[kind]))[:5])}"
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info[kind]
+        ]
+        if problems:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: tensors do not fit the config; "
+                f"{'; '.join(problems)}. Config and weights must come from the same model."
+            )
+        if formats:
+            bring_to(model.model, formats)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As transformers', under our parameter names: `depthdial.load` reads the directory.
+
+        A file above `max_shard_size` (50 GB) is split; `depthdial.load` needs one file.
+        """
+        tensors = self.state_dict() if state_dict is None else state_dict
+        super().save_pretrained(
+            save_directory,
+            *args,
+            state_dict={name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()},
+            **{**kwargs, "save_original_format": False},
+        )
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Embedding [V, D]."""
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding; with a tied head the head too."""
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Module with the head's weight [V, D]: the embedding where the head is tied."""
+        return self.model.embedding if self.model.lm_head is None else self.model.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head.
+
+        Raises: ValueError if it is tied to the embedding.
+        """
+        if self.model.lm_head is None:
+            raise ValueError("the head of this model is its embedding; replace that.")
+        self.model.lm_head = new_embeddings
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """Raises: ValueError for any size but the present one."""
+        size = self.config.vocab_size
+        if new_num_tokens is None or new_num_tokens == size:
+            return self.model.embedding
+        raise ValueError(
+            f"this model has {size} token ids and cannot be resized to {new_num_tokens}. Build a "
+            "ModelConfig with that vocab_size and copy the weights."
+        )
+
+
+def _with_prefix(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *unused: object
+) -> None:
+    """Let `load_state_dict` take the names of a file: trainers resume by it, and not strictly."""
+    for name in [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]:
+        if not name.startswith(PREFIX):
+            state_dict[prefix + PREFIX + name] = state_dict.pop(prefix + name)

@@ -1,0 +1,73 @@
+"""Cached keys and values as functions of the config, the loop count and the cache policy.
+
+What a policy keeps is decided in `cache/policies.py`; a column of the `plan` command is a policy
+of `planned_policies`.
+G key/value heads, C channels per head, k loops.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from depthdial.cache.policies import cache_rule
+from depthdial.config import CACHE_POLICIES, CachePolicy, ModelConfig, policy_obstacle
+from depthdial.model.count.parameters import num_attention
+
+CachePhase = Literal["prompt_peak", "steady"]
+"""While the prompt runs, or while tokens are generated."""
+
+
+def planned_policies(config: ModelConfig) -> tuple[CachePolicy, ...]:
+    """The policies that any model of this kind can take, and the model's own."""
+    names = [name for name in CACHE_POLICIES if policy_obstacle(name, config) is None]
+    return tuple(dict.fromkeys((*names, config.loop.cache_policy)))
+
+
+def cache_slots(
+    config: ModelConfig, num_loops: int, *, policy: CachePolicy, phase: CachePhase = "steady"
+) -> int:
+    """Key/value slots of the whole model in one phase: A_in + entries(k) * A_core + A_out.
+
+    A counts attention layers; the entries that a core layer keeps of a token are k for per_loop,
+    1 for the policies that keep one, and between them for those of published models.
+
+    Raises: ValueError for an unknown policy or phase, or a policy that does not fit the core.
+    """
+    require_count("num_loops", num_loops)
+    if phase not in get_args(CachePhase):
+        raise ValueError(f"phase='{phase}' is unknown; choose 'prompt_peak' or 'steady'.")
+    entries = cache_rule(policy, config).entries(num_loops, is_prompt=phase == "prompt_peak")
+    outside = num_attention(config.prelude_layout + config.coda_layout)
+    return outside + entries * num_attention(config.core_layout)
+
+
+def cache_bytes(
+    config: ModelConfig,
+    num_loops: int,
+    *,
+    context: int,
+    policy: CachePolicy,
+    bytes_per_value: int,
+    batch_size: int = 1,
+    phase: CachePhase = "steady",
+) -> int:
+    """Bytes of cached keys and values: 2 * G * C per token and slot.
+
+    Layers with a window keep all tokens too.
+
+    Args:
+        context: cached tokens per row.
+        bytes_per_value: 2 for bfloat16, 4 for float32.
+    """
+    require_count("context", context)
+    require_count("bytes_per_value", bytes_per_value)
+    require_count("batch_size", batch_size)
+    slots = cache_slots(config, num_loops, policy=policy, phase=phase)
+    values_per_token = 2 * config.num_kv_heads * config.head_dim
+    return slots * values_per_token * context * batch_size * bytes_per_value
+
+
+def require_count(name: str, value: int) -> None:
+    """Raises: ValueError unless it is a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number, at least 1.")

@@ -1,0 +1,193 @@
+"""The model of a run's first step: new, or from a model directory with what travels with it.
+
+The recipe's model must be the folder's, but for the loop limits and a modulation that the run
+grafts; anything else is a conversion, which `depthdial convert` makes and proves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthdial.config import ModelConfig, ModulationConfig, Recipe, TimeModulationConfig
+from depthdial.formats.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE
+from depthdial.formats.text.files import CARRIED_FILES
+from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.training.patterns import check_patterns, freeze_parameters
+from depthdial.training.sealed_folder import LICENCE_NAMES, file_sha256
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+TRAVELLING_FILES = (*CARRIED_FILES, ORIGIN_FILE, ORIGIN_TENSORS_FILE)
+"""Beside licences, what holds for a model whatever its weights become. What was measured on the
+weights of a folder (sweeps, the proof of a conversion) stays there: training makes it untrue."""
+FREE_KEYS = ("num_loops", "max_loops", "trained_loops", "modulation")
+FREE_LOOP_KEYS = ("cache_policy", "beyond_max_loops")
+"""Keys of the recipe's model, and of its loop, that may differ from the folder's."""
+
+
+def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
+    """The model of the first step on its device, frozen as the recipe says; its config knows what
+    was trained before.
+
+    Args: starts_late: the first steps run one loop; a modulation is then grafted after them, and
+        until then a new model has none.
+    Raises: as `load_init` and `check_patterns`.
+    """
+    config, settings = recipe.model, recipe.train
+    check_recipe_patterns(recipe)
+    if settings.init is not None:
+        model = load_init(settings.init, config)
+    else:
+        config = config.replace(modulation=None) if starts_late else config
+        model = LoopedLM(config.with_trained(()), seed=settings.seed)
+    freeze_parameters(model, recipe.optim.freeze)
+    return model.to(settings.device)
+
+
+def check_recipe_patterns(recipe: Recipe) -> None:
+    """Every pattern of the recipe has an effect on its model, a grafted modulation included.
+
+    Raises: as `check_patterns`.
+    """
+    with torch.device("meta"):
+        names = [name for name, _ in LoopedLM(recipe.model).named_parameters()]
+    check_patterns(recipe.optim, names)
+
+
+def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
+    """The folder's weights in float32, in a model with the loop limits of `config`.
+
+    Without a modulation in the folder it has none yet: the run grafts that of `config`.
+    Raises: as `load_model`; ValueError if `config` is another model than the folder's.
+    """
+    stored = read_config(folder)
+    check_agreement(config, stored, folder)
+    tensors = load_model(folder).state_dict()
+    known = config.replace(modulation=stored.modulation)
+    with torch.device("meta"):
+        model = LoopedLM(known.with_trained(_still_trained(config, stored)))
+    model.load_state_dict(tensors, assign=True)
+    return in_own_memory(model)
+
+
+def _still_trained(config: ModelConfig, stored: ModelConfig) -> tuple[int, ...]:
+    """Loop counts of the folder's training that hold for the run's model."""
+    policies = {config.loop.cache_policy, stored.loop.cache_policy}
+    if len(policies) > 1 and "share_first" in policies:
+        # The one policy that is another function without a cache too; at one loop it is none.
+        return tuple(k for k in stored.trained_at if k == 1)
+    return stored.trained_at
+
+
+def in_own_memory(model: LoopedLM) -> LoopedLM:
+    """The model with every parameter copied to float32 memory of its own.
+
+    Tensors of a file lie at any multiple of 8 bytes, and matrix products of the same numbers
+    differ in the last bit by how their memory is aligned: a resumed run would leave the path of
+    the uninterrupted one.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32, copy=True)
+    return model
+
+
+def check_agreement(config: ModelConfig, stored: ModelConfig, folder: str | Path) -> None:
+    """The model of a recipe is the folder's.
+
+    Raises: ValueError naming the first key that differs, with both values.
+    """
+    wanted, found = _comparable(config), _comparable(stored)
+    for key, value in wanted.items():
+        if value != found[key]:
+            raise ValueError(
+                f"model.{key}={value!r}, but train.init={folder} has {found[key]!r}. Weights can "
+                "start another model only through `depthdial convert`; here num_loops, max_loops, "
+                "loop.cache_policy and loop.beyond_max_loops may differ, and a modulation of kind "
+                "'elr' may be added."
+            )
+    if stored.modulation is None:
+        _check_graft(config.modulation, stored)
+    elif config.modulation != stored.modulation:
+        raise ValueError(
+            f"model.modulation={config.modulation!r}, but train.init={folder} has "
+            f"{stored.modulation!r}, which is trained; leave it out."
+        )
+    elif isinstance(stored.modulation, ModulationConfig) and config.max_loops != stored.max_loops:
+        raise ValueError(
+            f"model.max_loops={config.max_loops}, but the modulation of train.init={folder} was "
+            f"trained on k / {stored.max_loops}; another limit would change every budget."
+        )
+
+
+def _check_graft(
+    added: ModulationConfig | TimeModulationConfig | None, stored: ModelConfig
+) -> None:
+    """A modulation that is added starts as the function that was trained. Raises: ValueError."""
+    if added is None:
+        return
+    if not isinstance(added, ModulationConfig):
+        raise ValueError(
+            f"model.modulation.kind='{added.kind}' cannot be added to trained weights: its gates "
+            "start closed. Only kind 'elr' keeps the function."
+        )
+    later = [k for k in stored.trained_at if k > 1]
+    if later and added.neutral == "one_loop":
+        raise ValueError(
+            f"model.modulation.neutral='one_loop' starts as another function at {later[0]} and "
+            "more loops, which these weights are trained at. Give model.modulation.neutral="
+            "'every_loop', which changes no loop count."
+        )
+
+
+def folder_facts(folder: str | Path) -> dict[str, Any]:
+    """What tells a model directory from any other, without its place on the machine.
+
+    Returns: name, sha256 of everything together, and that of each file.
+    """
+    files = {
+        path.name: file_sha256(path)
+        for path in (Path(folder) / CONFIG_FILE, Path(folder) / WEIGHTS_FILE, *companions(folder))
+    }
+    whole = hashlib.sha256("".join(f"{n} {files[n]}\n" for n in sorted(files)).encode())
+    return {"name": Path(folder).resolve().name, "sha256": whole.hexdigest(), "files": files}
+
+
+def check_facts(folder: str | Path, facts: dict[str, Any], *, role: str) -> None:
+    """A folder is still what it was when the run began. Raises: ValueError."""
+    found = folder_facts(folder)
+    if found["sha256"] != facts["sha256"]:
+        raise ValueError(
+            f"{role} {folder} is not what it was when the run began (SHA-256 "
+            f"{facts['sha256'][:16]}..., now {found['sha256'][:16]}...). Restore it, or start a "
+            "new run."
+        )
+
+
+def companions(folder: str | Path) -> Iterator[Path]:
+    """Files that travel with a model: tokenizer, chat template, origin, licences; by name."""
+    for path in sorted(Path(folder).iterdir()):
+        is_licence = LICENCE_NAMES.fullmatch(path.name) is not None
+        if path.is_file() and (is_licence or path.name in TRAVELLING_FILES):
+            yield path
+
+
+def copy_companions(source: str | Path, destination: Path) -> None:
+    """Copy what travels with a model, byte for byte."""
+    for path in companions(source):
+        shutil.copyfile(path, destination / path.name)
+
+
+def _comparable(config: ModelConfig) -> dict[str, Any]:
+    """Keys that must agree, by dotted name."""
+    values = config.to_dict()
+    loop = values.pop("loop")
+    found = {key: value for key, value in values.items() if key not in FREE_KEYS}
+    found |= {f"loop.{key}": value for key, value in loop.items() if key not in FREE_LOOP_KEYS}
+    return found

@@ -1,0 +1,400 @@
+"""Train a looped model from a recipe, new or from a model directory, and resume bit for bit.
+
+Linear on purpose: open, build, then one loop that draws depths, steps, writes and validates.
+All randomness is a pure function of (seed, step or row), so a checkpoint holds no generator.
+A step index is 0-based; metrics and checkpoints count finished steps.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from depthdial.config import ModulationConfig, Recipe
+from depthdial.data.packing import DataState, iterate_batches
+from depthdial.data.tokenizer import Tokenizer
+from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
+from depthdial.model.device import check_device
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.training.cost import step_flops
+from depthdial.training.depth_schedule import DepthSchedule
+from depthdial.training.init_model import (
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    check_facts,
+    check_recipe_patterns,
+    copy_companions,
+    first_model,
+    folder_facts,
+    in_own_memory,
+)
+from depthdial.training.loss_module import LossModule
+from depthdial.training.objective import Objective
+from depthdial.training.optim import Optimizers, lr_scale_at
+from depthdial.training.patterns import freeze_parameters
+from depthdial.training.progress import SilentObserver, TrainObserver
+from depthdial.training.provenance import collect_provenance
+from depthdial.training.run_dir import RunDir
+from depthdial.training.sources import TrainData, open_data
+from depthdial.training.step import StepResult, make_compiler, mean_loss, train_step
+from depthdial.training.step_plan import StepPlan, mixes_depths, plan_step
+from depthdial.training.stop_signals import stop_signals
+from depthdial.training.teacher import Teacher, open_teacher, teacher_folder
+from depthdial.training.trackers import Tracker, make_tracker
+
+# What a resumed run may change; everything else decides weights, data or draws of past steps.
+RESUME_KEYS = (
+    "optim.lr",
+    "optim.adamw_lr",
+    "optim.lr_by_pattern",
+    "optim.betas",
+    "optim.eps",
+    "optim.momentum",
+    "optim.weight_decay",
+    "optim.warmup_frac",
+    "optim.decay_frac",
+    "optim.min_lr_frac",
+    "optim.grad_clip",
+    "train.micro_batch_size",
+    "train.precision",
+    "train.compile",
+    "train.device",
+    "train.val_every",
+    "train.val_rows",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.tracker",
+)
+Status = Literal["finished", "interrupted", "terminated"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: finished steps, data and position in it, and what it has cost so far."""
+
+    data: str = ""
+    step: int = 0
+    next_row: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands when `train` or `resume` returns.
+
+    status: `finished`; `interrupted` (Ctrl-C) or `terminated` (SIGTERM) after saving.
+    """
+
+    path: Path
+    status: Status
+    step: int
+
+
+@dataclass
+class _Session:
+    """The live parts of one run.
+
+    teacher: None without distillation. companions: folder whose tokenizer and other files every
+    checkpoint takes over; None for a run from new weights, which writes its own. trained_loops:
+    loop counts that training has run, here and before.
+    """
+
+    recipe: Recipe
+    run: RunDir
+    data: TrainData
+    model: LoopedLM
+    optimizers: Optimizers
+    progress: Progress
+    teacher: Teacher | None = None
+    companions: Path | None = None
+    trained_loops: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trained_loops = set(self.model.config.trained_at)
+
+
+def train(
+    recipe: Recipe, *, root: str | Path = "runs", observer: TrainObserver | None = None
+) -> TrainResult:
+    """Train from the first step into a new folder root/name.
+
+    Raises: ValueError if that run exists, or recipe, data and the folder it starts from do not fit.
+    """
+    check_device(recipe.train.device)
+    init = recipe.train.init
+    model = first_model(recipe, starts_late=depth_schedule(recipe).switch_step > 0)
+    data = open_data(recipe)
+    provenance = collect_provenance(seed=recipe.train.seed, device=recipe.train.device)
+    if init is not None:
+        provenance["init"] = folder_facts(init)
+    if (source := teacher_folder(recipe)) is not None:
+        provenance["teacher"] = folder_facts(source)
+    teacher = open_teacher(recipe, data.tokenizer)
+    run = RunDir.create(root, recipe.name, config=recipe, provenance=provenance)
+    session = _Session(
+        recipe,
+        run,
+        data,
+        model,
+        Optimizers(model, recipe.optim),
+        Progress(data=data.train.fingerprint),
+        teacher,
+        None if init is None else Path(init),
+    )
+    # Whatever stops the run from here on, there is something to resume from.
+    try:
+        save_checkpoint(session)
+    except (OSError, RuntimeError):
+        # Nothing was trained yet: leave the name free rather than a folder that nothing opens.
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return _run(session, observer or SilentObserver())
+
+
+def resume(
+    path: str | Path,
+    *,
+    overrides: dict[str, Any] | None = None,
+    observer: TrainObserver | None = None,
+) -> TrainResult:
+    """Continue a run from its newest intact checkpoint, as if it had never stopped.
+
+    Args:
+        overrides: dotted recipe keys to change from here on, e.g. {"optim.lr": 1e-3}; moments and
+            data position stay. Written to the run's config.json.
+
+    Raises: ValueError for a key that would make it another run (see `RESUME_KEYS`).
+    """
+    run = RunDir.open(path)
+    recipe = Recipe.from_file(run.config_path)
+    checkpoint = run.latest_checkpoint()
+    recipe = _changed(recipe, overrides or {})
+    if overrides and checkpoint.step >= recipe.train.steps:
+        raise ValueError(
+            f"the run {run.path} has finished its {recipe.train.steps} steps, so "
+            f"'{next(iter(overrides))}' would change nothing. Start a new run from its model with "
+            "train.init."
+        )
+    check_recipe_patterns(recipe)
+    check_device(recipe.train.device)
+    provenance = run.read_provenance()
+    init = recipe.train.init
+    tokenizer = None if init is None else Tokenizer.from_dir(checkpoint.path)
+    data = open_data(recipe, tokenizer=tokenizer)
+    if (source := teacher_folder(recipe)) is not None:
+        check_facts(source, provenance["teacher"], role="the teacher")
+    teacher = open_teacher(recipe, data.tokenizer)
+    model = in_own_memory(load_model(checkpoint.path, device=recipe.train.device))
+    freeze_parameters(model, recipe.optim.freeze)
+    optimizers = Optimizers(model, recipe.optim)
+    optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
+    progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
+    if progress.data != data.train.fingerprint:
+        raise ValueError(
+            f"the training data of {run.path} are not what they were: the run read "
+            f"{progress.data[:16]}..., {data.folder} now holds {data.train.fingerprint[:16]}.... "
+            "Prepare the same data again, or start a new run."
+        )
+    # Only once everything has opened: a refused resume leaves the run as it was.
+    run.write_config(recipe)
+    run.discard_metrics_after(checkpoint.step)
+    companions = None if init is None else checkpoint.path
+    session = _Session(recipe, run, data, model, optimizers, progress, teacher, companions)
+    return _run(session, observer or SilentObserver())
+
+
+def _changed(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+    refused = [key for key in overrides if key not in RESUME_KEYS]
+    if refused:
+        raise ValueError(
+            f"'{refused[0]}' cannot change when a run is resumed: the steps so far used another "
+            f"value. Allowed: {', '.join(RESUME_KEYS)}. Start a new run for anything else."
+        )
+    return recipe.replace(**overrides)
+
+
+def depth_schedule(recipe: Recipe) -> DepthSchedule:
+    """The loop counts of a recipe's run."""
+    return DepthSchedule.from_config(
+        recipe.depth,
+        max_loops=recipe.model.max_loops,
+        seed=recipe.train.seed,
+        total_steps=recipe.train.steps,
+    )
+
+
+def _run(session: _Session, observer: TrainObserver) -> TrainResult:
+    recipe, run, optimizers = session.recipe, session.run, session.optimizers
+    settings = recipe.train
+    schedule = depth_schedule(recipe)
+    num_slices = recipe.depth.num_depth_slices
+    is_mixed = mixes_depths(recipe.depth, max_loops=recipe.model.max_loops)
+    loss_module = LossModule(session.model)
+    objective = Objective(loss_module, recipe.objective, teacher=session.teacher)
+    compiler = make_compiler(loss_module, wanted=settings.compile)
+    tracker = make_tracker(recipe, run.path)
+    position = DataState(session.progress.next_row)
+    batches = iterate_batches(session.data.train, settings.batch_size, position)
+    status: Status = "finished"
+    with stop_signals() as stop:
+        for step in range(session.progress.step, settings.steps):
+            started = time.perf_counter()
+            if step >= schedule.switch_step and _needs_graft(session):
+                _graft(session, observer)
+            plan = plan_step(
+                schedule,
+                step=step,
+                num_slices=num_slices,
+                is_mixed=is_mixed and step >= schedule.switch_step,
+                has_short_paths=recipe.objective.trajectory is not None,
+            )
+            scale = lr_scale_at(recipe.optim, step=step, total_steps=settings.steps)
+            optimizers.set_lr_scale(scale)
+            batch, position = next(batches)
+            with compiler.active() if compiler else nullcontext():
+                result = train_step(
+                    loss_module,
+                    batch,
+                    optimizers,
+                    loops_per_slice=plan,
+                    micro_batch_size=settings.micro_batch_size or settings.batch_size,
+                    precision=settings.precision,
+                    objective=objective,
+                )
+            seconds = time.perf_counter() - started
+            session.progress = _advance(session, plan, position, seconds)
+            session.trained_loops |= plan.loop_counts
+            record = _train_record(session, result, plan, seconds)
+            _write(record, run, tracker, observer)
+            is_last = step == settings.steps - 1
+            # Read once: a signal that comes later waits for the next step.
+            stop_status = stop[0] if stop else None
+            if session.progress.step % settings.val_every == 0 or is_last:
+                _write(_validate(session, loss_module), run, tracker, observer)
+            if session.progress.step % settings.checkpoint_every == 0 or is_last or stop_status:
+                save_checkpoint(session)
+            if stop_status and not is_last:
+                status = stop_status
+                observer.notice(
+                    f"Stopped after step {session.progress.step} and saved. Continue with: "
+                    f"depthdial resume {run.path}"
+                )
+                break
+    tracker.close()
+    provenance = run.read_provenance() | {"training": asdict(session.progress)}
+    run.write_provenance(provenance)
+    return TrainResult(run.path, status, session.progress.step)
+
+
+def save_checkpoint(session: _Session) -> None:
+    """Model directory with its tokenizer, optimizer state and position, whole or not at all."""
+
+    def write(folder: Path) -> None:
+        save_model(session.model, folder, trained_loops=session.trained_loops)
+        if session.companions is None:
+            session.data.tokenizer.save(folder)
+        else:
+            copy_companions(session.companions, folder)
+        tensors = session.optimizers.state_tensors()
+        write_tensors({name: t.cpu() for name, t in tensors.items()}, folder / OPTIMIZER_FILE)
+        state = json.dumps(asdict(session.progress), indent=2) + "\n"
+        (folder / STATE_FILE).write_text(state, encoding="utf-8")
+
+    saved = session.run.save_checkpoint(
+        session.progress.step, write, keep=session.recipe.train.keep_checkpoints
+    )
+    if session.companions is not None:
+        # The folder that the run started from may go away; this one stays until the next.
+        session.companions = saved.path
+
+
+def _needs_graft(session: _Session) -> bool:
+    wanted = session.recipe.model.modulation is not None
+    return wanted and session.model.config.modulation is None
+
+
+def _graft(session: _Session, observer: TrainObserver) -> None:
+    """Attach the modulation at the switch; weights, moments and schedule stay."""
+    recipe = session.recipe
+    assert isinstance(recipe.model.modulation, ModulationConfig), "checked before the first step"
+    session.model.graft_modulation(recipe.model.modulation, seed=recipe.train.seed)
+    freeze_parameters(session.model, recipe.optim.freeze)
+    added = session.optimizers.add_module_parameters(session.model)
+    observer.notice(
+        f"step {session.progress.step:>6}  mixed depth starts; modulation grafted "
+        f"({len(added)} new tensors)"
+    )
+
+
+def _advance(session: _Session, plan: StepPlan, position: DataState, seconds: float) -> Progress:
+    """Count one finished step and its cost."""
+    recipe, before = session.recipe, session.progress
+    tokens = recipe.train.batch_size * recipe.data.context
+    flops = step_flops(
+        session.model.config,
+        plan,
+        context=recipe.data.context,
+        tokens_per_slice=tokens // len(plan.loops),
+        objective=recipe.objective,
+        teacher=session.teacher,
+    )
+    return replace(
+        before,
+        step=before.step + 1,
+        next_row=position.next_row,
+        tokens=before.tokens + tokens,
+        flops=before.flops + flops,
+        seconds=before.seconds + seconds,
+    )
+
+
+def _train_record(
+    session: _Session, result: StepResult, plan: StepPlan, seconds: float
+) -> dict[str, Any]:
+    """One line of metrics.jsonl for a step."""
+    tokens = session.recipe.train.batch_size * session.recipe.data.context
+    by_loops = {f"train/loss_k{k}": loss for k, loss in result.loss_by_loops.items()}
+    terms = {f"train/{name}": value for name, value in result.terms.items()}
+    rates = {f"lr/{group}": lr for group, lr in session.optimizers.learning_rates().items()}
+    return {
+        "step": session.progress.step,
+        "tokens": session.progress.tokens,
+        "train/loss": result.loss,
+        **by_loops,
+        **terms,
+        "loops/mean": sum(plan.loops) / len(plan.loops),
+        "loops/per_slice": list(plan.loops),
+        **rates,
+        "grad_norm": result.grad_norm,
+        "train/tok_per_sec": tokens / seconds,
+    }
+
+
+def _validate(session: _Session, loss_module: LossModule) -> dict[str, Any]:
+    """Loss at every loop count on the same rows."""
+    recipe = session.recipe
+    batch = session.data.valid.rows(0, recipe.train.val_rows)
+    losses = {
+        f"val/loss_k{k}": mean_loss(
+            loss_module,
+            batch,
+            num_loops=k,
+            rows_per_forward=recipe.train.micro_batch_size or recipe.train.batch_size,
+            precision=recipe.train.precision,
+        )
+        for k in range(1, recipe.model.max_loops + 1)
+    }
+    return {"step": session.progress.step, "tokens": session.progress.tokens, **losses}
+
+
+def _write(record: dict[str, Any], run: RunDir, tracker: Tracker, observer: TrainObserver) -> None:
+    run.append_metrics(record)
+    tracker.log(record)
+    observer.record(record)

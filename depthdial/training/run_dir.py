@@ -1,0 +1,350 @@
+"""What a training run leaves behind: one folder, readable and never half true.
+
+    config.json, provenance.json, metrics.jsonl, checkpoints/step_N/ (with manifest.json)
+
+Here lives how these files get onto the disk and which checkpoint may be trusted; what a
+checkpoint holds is written by the caller; see also `sealed_folder.py` and `provenance.py`.
+`step` counts finished optimizer steps: checkpoint and metrics line N stand after N steps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from depthdial.config import StrictConfig
+from depthdial.training.sealed_folder import fsync_path, problem_of, seal, write_whole
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+CHECKPOINT_NAME = re.compile(r"step_(\d+)")
+UNFINISHED_NAME = re.compile(r"\.step_(\d+)\.tmp")
+REPLACED_NAME = re.compile(r"\.step_(\d+)\.old")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: finished optimizer steps and its folder."""
+
+    step: int
+    path: Path
+
+
+class RunDir:
+    """Folder of one run. Make a new one with `create`, take up an old one with `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_path = path / "config.json"
+        self.provenance_path = path / "provenance.json"
+        self.metrics_path = path / "metrics.jsonl"
+        self.discarded_path = path / "metrics.discarded.jsonl"
+        self.report_path = path / "report.html"
+        self.checkpoints_path = path / "checkpoints"
+
+    @classmethod
+    def create(
+        cls, root: str | Path, name: str, *, config: StrictConfig, provenance: dict[str, Any]
+    ) -> Self:
+        """Make `root/name` and write its config and provenance.
+
+        Raises: ValueError if the name is no plain folder name or the folder has content.
+        """
+        if not RUN_NAME.fullmatch(name):
+            raise ValueError(
+                f"run name '{name}' must start with a letter or digit and hold only letters, "
+                "digits, '.', '_' and '-'."
+            )
+        run = cls(Path(root) / name)
+        if run._never_started():
+            # Killed before its first checkpoint: nothing in it was trained.
+            shutil.rmtree(run.path)
+        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+            raise ValueError(
+                f"{run.path} exists already and is not empty. Continue that run with "
+                f"`depthdial resume {run.path}`, or give the new run another name."
+            )
+        run.checkpoints_path.mkdir(parents=True, exist_ok=True)
+        run.write_config(config)
+        run.write_provenance(provenance)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Take up an existing run. Raises FileNotFoundError if this is none."""
+        run = cls(Path(path))
+        if not run.config_path.is_file():
+            raise FileNotFoundError(
+                f"{run.path} is no run: it has no config.json. Name a folder made by "
+                "`depthdial train`, e.g. runs/NAME."
+            )
+        return run
+
+    def write_config(self, config: StrictConfig) -> None:
+        """Write config.json whole; also for a resume with changed settings."""
+        write_whole(self.config_path, config.to_json())
+
+    def write_provenance(self, provenance: dict[str, Any]) -> None:
+        """Write provenance.json whole; again at the end, with training cost added."""
+        write_whole(self.provenance_path, _json_line(provenance, indent=2))
+
+    def read_provenance(self) -> dict[str, Any]:
+        """Contents of provenance.json. Raises ValueError naming the file if it is damaged."""
+        try:
+            return json.loads(self.provenance_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.provenance_path} is missing or damaged ({error}). It holds facts for the "
+                "report only: restore it, or write {} into it."
+            ) from error
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """Append one JSON line and hand it to the operating system.
+
+        NaN and infinities become null, and the line gets a key `nonfinite` that says which
+        values they were. A line is written whole or not at all.
+
+        Raises: ValueError without an integer `step`; OSError if the disk refuses, with the
+            lines before intact.
+        """
+        if type(record.get("step")) is not int:
+            raise ValueError(
+                f"a metrics record needs an integer 'step', got {record.get('step')!r}."
+            )
+        line = _json_line(record).encode()
+        with self.metrics_path.open("ab", buffering=0) as file:
+            size_before = file.seek(0, os.SEEK_END)
+            try:
+                # A nearly full disk takes a part of the line and refuses at the next call.
+                while line:
+                    line = line[file.write(line) :]
+            except OSError as error:
+                file.truncate(size_before)
+                raise OSError(
+                    error.errno,
+                    f"could not append to {self.metrics_path}: {error}. The lines before are "
+                    "intact. Free disk space and resume the run.",
+                ) from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All complete lines; an unfinished last line of a killed process is left out.
+
+        Raises: ValueError naming a damaged line before the last.
+        """
+        return [json.loads(line) for line in self._metrics_lines()]
+
+    def discard_metrics_after(self, step: int) -> int:
+        """Move lines with a later step to metrics.discarded.jsonl, before a resume at `step`.
+
+        Returns: number of lines moved; a warning says so if there are any.
+        """
+        lines = self._metrics_lines()
+        if step and not any(json.loads(line)["step"] == step for line in lines):
+            warnings.warn(
+                f"{self.metrics_path.name} does not reach step {step}, where the run goes on: "
+                "lines were lost, and its curves will have a gap.",
+                stacklevel=2,
+            )
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        dropped = [line for line in lines if json.loads(line)["step"] > step]
+        if self.metrics_path.exists() and self.metrics_path.stat().st_size:
+            if dropped:
+                with self.discarded_path.open("a", encoding="utf-8") as file:
+                    file.writelines(f"{line}\n" for line in dropped)
+            write_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
+        if dropped:
+            warnings.warn(
+                f"{len(dropped)} metrics lines after step {step} were moved to "
+                f"{self.discarded_path.name}; the resumed run writes these steps again.",
+                stacklevel=2,
+            )
+        return len(dropped)
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], *, keep: int) -> Checkpoint:
+        """Save after `step` finished steps, whole or not at all; then keep the newest `keep`.
+
+        Args:
+            write: fills the empty folder it is given with safetensors, JSON and text files.
+
+        Raises: ValueError if keep < 1, step < 0, or `write` left nothing or a file of another
+            kind; OSError or RuntimeError if writing failed. The message names the checkpoint
+            that is still good; earlier checkpoints and metrics are as before.
+        """
+        if step < 0 or keep < 1:
+            raise ValueError(f"step={step} must not be negative, keep={keep} must be at least 1.")
+        self._restore_replaced()
+        temporary = self.checkpoints_path / f".step_{step}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            if self.metrics_path.exists():
+                fsync_path(self.metrics_path)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            seal(temporary, step=step)
+            self._move_into_place(temporary, step=step)
+        except ValueError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, self._failure_text(step, error)) from error
+        except Exception as error:
+            # A writer's own errors, e.g. of safetensors on a full disk, are no OSError.
+            raise RuntimeError(self._failure_text(step, error)) from error
+        finally:
+            # Nothing is left of it after success. If even this fails, the name marks it as
+            # unfinished and the next save removes it.
+            shutil.rmtree(temporary, ignore_errors=True)
+        self._prune(step, keep=keep)
+        return Checkpoint(step, self.checkpoints_path / f"step_{step}")
+
+    def latest_checkpoint(self) -> Checkpoint:
+        """Newest checkpoint whose every file agrees with its manifest.
+
+        A newer one that is damaged or unfinished is skipped with a warning that says what is
+        wrong and which one is used.
+        Raises: FileNotFoundError if there is none, ValueError if none is intact.
+        """
+        self._restore_replaced()
+        problems = []
+        for step, path in self._candidates():
+            problem = self._problem_of(path, step=step)
+            if problem is None:
+                for text in problems:
+                    warnings.warn(f"{text} Using {path.name} instead.", stacklevel=2)
+                return Checkpoint(step, path)
+            problems.append(f"checkpoint {path.name} is skipped: {problem}.")
+        if problems:
+            raise ValueError(
+                f"{self.checkpoints_path} has no intact checkpoint. " + " ".join(problems) + " "
+                "Restore one from a backup, or start the run again under another name."
+            )
+        raise FileNotFoundError(
+            f"{self.checkpoints_path} has no checkpoint: the run ended before its first one. "
+            "Start it again under another name, with a smaller train.checkpoint_every."
+        )
+
+    def _never_started(self) -> bool:
+        """Whether this is a run of ours without a metrics line and without any checkpoint."""
+        known = {self.config_path, self.provenance_path, self.checkpoints_path}
+        if not self.config_path.is_file() or not set(self.path.iterdir()) <= known:
+            return False
+        return not any(CHECKPOINT_NAME.fullmatch(path.name) for _, path in self._candidates())
+
+    def _metrics_lines(self) -> list[str]:
+        """Complete lines of metrics.jsonl, each valid JSON with a step."""
+        if not self.metrics_path.exists():
+            return []
+        text = self.metrics_path.read_text(encoding="utf-8", errors="replace")
+        *complete, _unfinished = text.split("\n")
+        for number, line in enumerate(complete, start=1):
+            try:
+                json.loads(line)["step"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{self.metrics_path} line {number} is damaged ({error}); remove that line."
+                ) from error
+        return complete
+
+    def _candidates(self) -> list[tuple[int, Path]]:
+        """Checkpoints and unfinished ones, newest first; a finished one before its namesake."""
+        if not self.checkpoints_path.is_dir():
+            return []
+        found = []
+        for path in self.checkpoints_path.iterdir():
+            finished = CHECKPOINT_NAME.fullmatch(path.name)
+            match = finished or UNFINISHED_NAME.fullmatch(path.name)
+            if match:
+                found.append((int(match[1]), finished is not None, path))
+        return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+    def _problem_of(self, path: Path, *, step: int) -> str | None:
+        """Why a candidate cannot be trusted, or None."""
+        if UNFINISHED_NAME.fullmatch(path.name):
+            return "it was never finished"
+        return problem_of(path, step=step)
+
+    def _failure_text(self, step: int, error: Exception) -> str:
+        """Message for a checkpoint that could not be written."""
+        self._restore_replaced()
+        intact = [
+            path.name
+            for candidate_step, path in self._candidates()
+            if self._problem_of(path, step=candidate_step) is None
+        ]
+        good = f"{intact[0]} is still good" if intact else "there is no earlier checkpoint"
+        return (
+            f"could not write checkpoint step_{step} in {self.checkpoints_path}: {error}. Its "
+            f"unfinished files were removed; {good}. Free disk space, then "
+            f"`depthdial resume {self.path}`."
+        )
+
+    def _move_into_place(self, temporary: Path, *, step: int) -> None:
+        """Give a sealed folder its final name; a namesake stays until that is done."""
+        final = self.checkpoints_path / f"step_{step}"
+        replaced = self.checkpoints_path / f".step_{step}.old"
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        fsync_path(self.checkpoints_path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _restore_replaced(self) -> None:
+        """Undo or finish a replacement that a crash cut between its two renames."""
+        if not self.checkpoints_path.is_dir():
+            return
+        for path in list(self.checkpoints_path.iterdir()):
+            match = REPLACED_NAME.fullmatch(path.name)
+            if not match:
+                continue
+            final = self.checkpoints_path / f"step_{match[1]}"
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(final)
+
+    def _prune(self, newest_step: int, *, keep: int) -> None:
+        """Remove all but the newest `keep` up to this step, and leftovers of killed saves.
+
+        Later steps are left alone: the one just written must not fall to a damaged later one.
+        """
+        earlier = [
+            path
+            for step, path in self._candidates()
+            if step < newest_step and CHECKPOINT_NAME.fullmatch(path.name)
+        ]
+        unfinished = [p for _, p in self._candidates() if UNFINISHED_NAME.fullmatch(p.name)]
+        for path in earlier[keep - 1 :] + unfinished:
+            shutil.rmtree(path)
+
+
+def _json_line(values: dict[str, Any], *, indent: int | None = None) -> str:
+    """JSON text with a final newline that any parser accepts."""
+    nonfinite: dict[str, str] = {}
+    clean = _without_nonfinite(values, where="", found=nonfinite)
+    if nonfinite:
+        clean["nonfinite"] = nonfinite
+    return json.dumps(clean, allow_nan=False, indent=indent) + "\n"
+
+
+def _without_nonfinite(value: Any, *, where: str, found: dict[str, str]) -> Any:
+    """Copy with null for NaN and infinities, whose dotted keys are put in `found`."""
+    if isinstance(value, dict):
+        return {
+            key: _without_nonfinite(item, where=f"{where}.{key}".lstrip("."), found=found)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [
+            _without_nonfinite(item, where=f"{where}.{i}", found=found)
+            for i, item in enumerate(value)
+        ]
+    if isinstance(value, float) and not math.isfinite(value):
+        found[where] = str(value)
+        return None
+    return value

@@ -1,0 +1,83 @@
+"""Reading config files: damaged, ambiguous and non-JSON input is named, never guessed at."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthdial.api.model import load_recipe
+from depthdial.config import ModelConfig, Recipe
+from depthdial.config.text import load_json, load_yaml
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: 1\nb: 2\na: 3", "c:\n  a: 1\n\n  a: 1", "{a: 1,\n\n a: 2}"],
+    ids=["top", "in", "{}"],
+)
+def test_a_key_given_twice_in_yaml_is_refused_with_both_lines(text: str) -> None:
+    lines = [number for number, line in enumerate(text.splitlines(), start=1) if "a:" in line]
+    with pytest.raises(yaml.YAMLError) as caught:
+        load_yaml(text)
+    assert str(caught.value).startswith(
+        f"key 'a' is given twice, in line {lines[0]} and in line {lines[1]}."
+    )
+
+
+def test_a_merged_key_may_be_given_again() -> None:
+    values = load_yaml("x: &x {a: 1, b: 1}\ny:\n  <<: *x\n  a: 2")
+    assert values["y"] == {"a": 2, "b": 1}
+
+
+def test_a_key_given_twice_in_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="key 'a' is given twice"):
+        load_json('{"b": {"a": 1, "a": 1}}')
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_file_with_a_key_given_twice_is_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"twice.{suffix}"
+    path.write_text('{"name": "a", "name": "b"}')
+    with pytest.raises(ValueError, match=f"twice.{suffix} is not valid .*'name' is given twice"):
+        Recipe.from_file(path)
+
+
+def test_dates_are_text_and_typed_floats_are_numbers() -> None:
+    assert load_yaml("{a: 2020-01-01, b: 1e-3}") == {"a": "2020-01-01", "b": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (datetime.date(2020, 1, 1), r"train.steps=datetime.date\(2020, 1, 1\) is of type date"),
+        ({1: 2}, r"train.steps=\{1: 2\}: the key 1 is of type int"),
+        (b"x", r"train.steps=b'x' is of type bytes"),
+    ],
+)
+def test_a_value_that_is_not_json_is_refused_with_its_key(value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe("tiny-text", {"train.steps": value})
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", ".nan", ".inf"])
+def test_numbers_that_are_not_finite_are_refused_with_their_key(number: str) -> None:
+    with pytest.raises(ValueError, match=r"^optim.betas.1=(-?inf|nan): .* finite number"):
+        load_recipe("tiny-text", {"optim.betas": [0.9, load_yaml(number)]})
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_file_that_is_not_utf8_is_named_with_the_place(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"config.{suffix}"
+    path.write_bytes(b'{"vocab_size": \xff}')
+    with pytest.raises(ValueError, match=rf"config.{suffix} is damaged .*0xff at 15"):
+        ModelConfig.from_file(path)
+
+
+def test_a_truncated_json_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"vocab_size": 3')
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
+        ModelConfig.from_file(path)

@@ -1,0 +1,16 @@
+"""What the tests of published formats share; golden cases are opened by `goldens.py`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def no_grad(request):
+    """Maps and reference outputs need no graph; modules that train set TRAINS."""
+    with torch.set_grad_enabled("TRAINS" in vars(request.module)):
+        yield
