@@ -163,7 +163,7 @@ def _problems(path: Path, family: Family, values: dict[str, Any]) -> list[str]:
     try:
         files = TensorFiles(path) if find_gguf(path) is None else None
         if config is not None and files is not None:
-            select_rules(family.rules(config, values), files.entries)
+            select_rules(family.rules(config, values), files.entries, unheld=files.unheld)
     except FileNotFoundError as error:
         problems.append(str(error))
     except ValueError as error:

@@ -93,7 +93,8 @@ def open_source(
             f"the config asks for {wanted:,} parameters, but the files of {folder} hold "
             f"{files.num_values:,} numbers. Config and weights must come from the same checkpoint."
         )
-    rules = select_rules(known.rules(config, values), files.entries)
+    unheld = files.unheld if isinstance(files, TensorFiles) else {}
+    rules = select_rules(known.rules(config, values), files.entries, unheld=unheld)
     specs = our_specs(rules, files.shape_only)
     check_specs(config, specs)
     return OpenedSource(folder, known, values, config, files, tuple(rules), specs)

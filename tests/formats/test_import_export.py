@@ -34,6 +34,7 @@ CASES = {
     "loopus": "loopus",
     "llama": "llama",
     "qwen3": "qwen3",
+    "retrofit": "retrofit",
     "rrt-lora": "llama",
 }
 """Golden case -> its family."""

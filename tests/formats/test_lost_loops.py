@@ -43,7 +43,18 @@ def test_a_lost_largest_loop_count_is_said_in_report_and_card(tmp_path, num_loop
 
 
 @pytest.mark.parametrize(
-    "name", ["ouro", "huginn", "dory", "nanbeige", "iquest-loop", "parcae", "loopformer", "loopus"]
+    "name",
+    [
+        "ouro",
+        "huginn",
+        "dory",
+        "nanbeige",
+        "iquest-loop",
+        "parcae",
+        "loopformer",
+        "loopus",
+        "retrofit",
+    ],
 )
 def test_an_export_as_it_came_loses_nothing(tmp_path, name):
     folder = imported(name, tmp_path / "a")

@@ -12,7 +12,7 @@ from depthdial.formats.import_export import export_checkpoint, import_checkpoint
 from depthdial.model.checkpoint import load_model, save_model
 
 CASES = ("dory", "huginn", "iquest-loop", "llama", "loopformer", "loopus", "nanbeige", "ouro",
-         "parcae", "qwen3", "rrt-lora")  # fmt: skip
+         "parcae", "qwen3", "retrofit", "rrt-lora")  # fmt: skip
 TABLES = ("freqs_cis", "inv_freq")
 """Buffers, which are checked against the config to a precision of their own."""
 

@@ -1,7 +1,7 @@
-"""Retrofitted models: Huginn's format around the layers of a Llama.
+"""Retrofitted models: Huginn's format around the layers of a Llama, read and written.
 
-No public outputs exist for it: the tensors are arranged as its converter does, and with an adapter
-that passes the prelude on, the model must be the dense one.
+The tensors are arranged as the public converter does; with an adapter that passes the prelude on,
+the model must be the dense one. Outputs of the published code are in `test_golden_retrofit.py`.
 """
 
 import json
@@ -53,7 +53,8 @@ WHOLE = {
 
 
 def retrofitted(source, layers=WHOLE):
-    """The public converter's tensors for some layers of the dense case, adapter [0 | I]."""
+    """The public converter's tensors for some layers of the dense case, adapter [0 | I], without
+    those that the published code never reads."""
     found = {
         "transformer.wte.weight": source["model.embed_tokens.weight"],
         "lm_head.weight": source["model.embed_tokens.weight"],
@@ -206,7 +207,7 @@ def config_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def test_an_export_has_the_tensors_that_the_public_converter_writes(exported):
+def test_an_export_has_the_tensors_of_the_public_converter_that_are_read(exported):
     tensors = read_tensors(exported.export / WEIGHTS)
     expected = retrofitted(open_golden("llama").source, exported.conversion.layers)
     expected["transformer.adapter.weight"][:, :32] += 0.1 * torch.eye(32)

@@ -64,6 +64,7 @@ def test_null_stands_for_every_loop_count():
         ("nanbeige", {"loop_loss_weights": [0.5, 0.0]}, (3,)),
         ("nanbeige", {"enable_double_loop_split": True, "loop_middle_layers": 2}, (3,)),
         ("iquest-loop", {}, (2,)),
+        ("retrofit", {}, tuple(range(1, 65))),
     ],
 )
 def test_b15_importers_say_which_loop_counts_were_trained(name, changes, expected):

@@ -39,6 +39,7 @@ CASES = (
     "parcae",
     "qwen3",
     "retrofit",
+    "retrofit, converted here",
     "rrt-lora",
 )
 PADS = (4, 0, 1)
@@ -65,7 +66,7 @@ def retrofitted(folder):
 
 def model_of(name, folder):
     """A family's model. folder: for files on the way."""
-    if name == "retrofit":
+    if name == "retrofit, converted here":
         return retrofitted(folder)
     if name in SWITCHES:
         return open_golden("nanbeige", **SWITCHES[name]).model().eval()

@@ -5,7 +5,8 @@ Each family's own file says what it adds. One block of theirs is two sublayers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from depthdial.config import ModelConfig
 from depthdial.formats.source_config import SourceConfig
 from depthdial.formats.tensors.rules import Buffer, Copy, Rename, TensorRule
+from depthdial.layers.primitives import rotary_frequencies
 
 ROPE_DEFAULT = "default"
 
@@ -209,6 +211,8 @@ def block_rules(
             Rename(f"{theirs}.mlp.{name}.bias", f"{mlp}.mixer.{name}.bias")
             for name in ("gate_proj", "up_proj", "down_proj")
         ]
+    # Old files carry the rotary frequencies in each layer.
+    rules.append(inverse_frequency_rule(config, f"{theirs}.self_attn.rotary_emb"))
     return rules
 
 
@@ -226,15 +230,11 @@ def decoder_rules(
         Rename("model.embed_tokens.weight", "embedding.weight"),
         Rename("model.norm.weight", "final_norm.weight"),
         *head_rules(config, "model.embed_tokens.weight"),
+        inverse_frequency_rule(config, "model.rotary_emb"),
     ]
-    num_blocks = sum(config.split) // 2
-    for block in range(num_blocks):
+    for block in range(sum(config.split) // 2):
         theirs = f"model.layers.{block}"
         rules += block_rules(config, block, theirs, norms=norms, post_norms=post_norms)
-    # Old files carry the rotary frequencies, once or once per layer.
-    if config.rope_scaling is None:
-        owners = ["model", *(f"model.layers.{block}.self_attn" for block in range(num_blocks))]
-        rules += [inverse_frequency_rule(config, f"{owner}.rotary_emb") for owner in owners]
     return rules
 
 
@@ -258,41 +258,62 @@ def num_rotating(config: ModelConfig) -> int:
 def inverse_frequency_rule(config: ModelConfig, owner: str) -> Buffer:
     """Frequencies that old files carry and newer ones leave out.
 
+    Where the config scales them, some versions of the library store them before scaling and some
+    after it; both are accepted.
+
     Args: owner: name of the module that they belong to.
     """
-    shape = (num_rotating(config) // 2,)
-    return Buffer(f"{owner}.inv_freq", inverse_frequencies(config), shape, is_exported=False)
-
-
-def inverse_frequencies(config: ModelConfig) -> Callable[[], Tensor]:
-    """Makes theta^(-2 j / n) for the n rotating channels of a head, [n / 2]."""
     rotating = num_rotating(config)
+    plain = partial(inverse_frequencies, rotating, config.rope_theta)
+    scaled = partial(rotary_frequencies, rotating, config.rope_theta, scaling=config.rope_scaling)
+    return Buffer(
+        f"{owner}.inv_freq",
+        plain,
+        (rotating // 2,),
+        is_exported=False,
+        also=() if config.rope_scaling is None else (scaled,),
+    )
 
-    def make() -> Tensor:
-        exponents = torch.arange(0, rotating, 2, dtype=torch.int64).float() / rotating
-        return 1.0 / (config.rope_theta**exponents)
 
-    return make
+def inverse_frequencies(rotating: int, theta: float) -> Tensor:
+    """theta^(-2 j / n) for the n rotating channels of a head, [n / 2], bit for bit as transformers
+    computes them."""
+    exponents = torch.arange(0, rotating, 2, dtype=torch.int64).float() / rotating
+    return 1.0 / (theta**exponents)
 
 
 TABLE_TOLERANCE = 2e-3
 """Angles up to a context of 2^17 carry a float32 rounding of this size."""
 
 
-def cos_sin_rule(config: ModelConfig, source: str) -> Buffer:
-    """A stored table of cosines and sines of all positions, [1, max_context, 1, n / 2, 2]."""
-    shape = (1, config.max_context, 1, num_rotating(config) // 2, 2)
-    return Buffer(source, cos_sin_table(config), shape, TABLE_TOLERANCE)
+def cos_sin_rule(
+    config: ModelConfig,
+    source: str,
+    *,
+    theta: float | None = None,
+    num_positions: int | None = None,
+    is_exported: bool = True,
+) -> Buffer:
+    """A stored table of cosines and sines of all positions, [1, num_positions, 1, n / 2, 2].
+
+    Args: source: its name; theta, num_positions: None for those of the model; is_exported: the
+        published loader asks for it.
+    """
+    rotating = num_rotating(config)
+    num_positions = config.max_context if num_positions is None else num_positions
+    make = partial(
+        cos_sin_table,
+        rotating,
+        config.rope_theta if theta is None else theta,
+        num_positions,
+        config.rope_scaling.factor if config.rope_scaling is not None else 1.0,
+    )
+    shape = (1, num_positions, 1, rotating // 2, 2)
+    return Buffer(source, make, shape, TABLE_TOLERANCE, is_exported)
 
 
-def cos_sin_table(config: ModelConfig) -> Callable[[], Tensor]:
-    """Makes that table in float32."""
-    frequencies = inverse_frequencies(config)
-    factor = config.rope_scaling.factor if config.rope_scaling is not None else 1.0
-
-    def make() -> Tensor:
-        positions = torch.arange(config.max_context, dtype=torch.float32) / factor
-        angles = torch.outer(positions, frequencies())
-        return torch.stack([angles.cos(), angles.sin()], dim=-1)[None, :, None]
-
-    return make
+def cos_sin_table(rotating: int, theta: float, num_positions: int, factor: float) -> Tensor:
+    """That table in float32; positions are divided by the factor."""
+    positions = torch.arange(num_positions, dtype=torch.float32) / factor
+    angles = torch.outer(positions, inverse_frequencies(rotating, theta))
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)[None, :, None]

@@ -9,10 +9,18 @@ unknown and stop the import.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+
 from depthdial.config import ModelConfig
-from depthdial.formats.families.decoder_layers import inverse_frequency_rule, read_rope, write_rope
+from depthdial.formats.families.decoder_layers import (
+    cos_sin_rule,
+    inverse_frequency_rule,
+    read_rope,
+    write_rope,
+)
 from depthdial.formats.families.family import Family
 from depthdial.formats.families.raven_layers import (
     MODEL_TYPE,
@@ -22,10 +30,12 @@ from depthdial.formats.families.raven_layers import (
     write_raven,
 )
 from depthdial.formats.source_config import SourceConfig
-from depthdial.formats.tensors.rules import Rename, TensorRule
+from depthdial.formats.tensors.rules import Buffer, Rename, TensorRule
 
 INITIAL_STATES = {"random": "random", "embed-init": "prelude", "embed_init": "prelude"}
 """Their mode -> ours."""
+DEFAULT_ROPE_BASE = 50_000.0
+"""Of the format, where the config names none."""
 
 
 def matches(values: dict[str, Any]) -> bool:
@@ -47,22 +57,47 @@ def read(source: SourceConfig) -> ModelConfig:
     return ModelConfig.from_dict(
         {
             **fields,
-            **read_rope(source, default_theta=source.number("rope_base", 50_000.0)),
+            **read_rope(source, default_theta=source.number("rope_base", DEFAULT_ROPE_BASE)),
             "max_context": source.count("max_position_embeddings", source.count("block_size")),
         }
     )
 
 
 def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
+    """The public converter saves a model of Huginn's class, so its files also hold two more norms
+    of each block and a rotary table, which the code that opens them never reads."""
     found = raven_rules(config)
     for theirs, attention, mlp in block_names(config):
         found += [
             Rename(f"{theirs}.norm_1.weight", f"{attention}.norm.weight"),
             Rename(f"{theirs}.norm_2.weight", f"{mlp}.norm.weight"),
+            *(_unread_norm(config, f"{theirs}.norm_{i}.weight") for i in (3, 4)),
         ]
-    if config.rope_scaling is None:
-        found.append(inverse_frequency_rule(config, "rotary_emb"))
+    found.append(inverse_frequency_rule(config, "rotary_emb"))
+    found.append(
+        # Made before the rotation was set: of the format's own theta and context, unscaled.
+        cos_sin_rule(
+            config.replace(rope_scaling=None),
+            "freqs_cis",
+            theta=source.get("rope_base") or DEFAULT_ROPE_BASE,
+            num_positions=source.get("block_size"),
+            is_exported=False,
+        )
+    )
     return found
+
+
+def _unread_norm(config: ModelConfig, source: str) -> Buffer:
+    """A gain of ones that the converter leaves in the file."""
+    return Buffer(
+        source,
+        partial(torch.ones, config.d_model),
+        (config.d_model,),
+        tolerance=0,
+        is_exported=False,
+        otherwise="only ones are without effect there, so this is another model than the config "
+        "says (its blocks have four norms)",
+    )
 
 
 def to_source(config: ModelConfig) -> dict[str, Any]:

@@ -57,7 +57,11 @@ class TensorFiles:
                     )
                 self.entries[name], self.file_of[name] = entry, file_name
         self.has_index = stated is not None
+        self.unheld: dict[str, str] = {}
+        """Tensor -> file, of those that the index names and the file does not hold: what they mean
+        says whether they may be absent."""
         if stated is not None:
+            self.unheld = {n: f for n, f in stated.items() if n not in self.file_of}
             _check_index(folder, stated, self.file_of)
 
     def get(self, name: str) -> Tensor:
@@ -257,14 +261,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _check_index(folder: Path, stated: dict[str, str], file_of: dict[str, str]) -> None:
-    wrong = sorted(
-        name for name in stated.keys() | file_of.keys() if stated.get(name) != file_of.get(name)
-    )
+    """Every tensor of a file is where the index says. Raises: ValueError."""
+    wrong = sorted(name for name in file_of if stated.get(name) != file_of[name])
     if wrong:
         name = wrong[0]
         raise ValueError(
             f"{folder}: {len(wrong)} tensors are not where {INDEX_FILE} says; '{name}' should be "
-            f"in {stated.get(name, 'no file')} and is in {file_of.get(name, 'no file')}. Index and "
+            f"in {stated.get(name, 'no file')} and is in {file_of[name]}. Index and "
             "files must come from the same checkpoint."
         )
 

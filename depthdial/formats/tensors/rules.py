@@ -210,7 +210,9 @@ class Buffer:
     """A source tensor that the config determines, such as a rotary table: checked, not stored.
 
     Args: make: computes it in float32; shape: of the result, checked before it is computed;
-        tolerance: largest absolute difference that is taken for rounding of another library.
+        tolerance: largest absolute difference that is taken for rounding of another library, 0 for
+        exact values; also: make the tensors that other versions of the library store in its place;
+        otherwise: what other values would mean, the end of the message that refuses them.
     """
 
     source: str
@@ -218,6 +220,8 @@ class Buffer:
     shape: tuple[int, ...]
     tolerance: float = 1e-4
     is_exported: bool = True
+    also: tuple[Callable[[], Tensor], ...] = ()
+    otherwise: str = "the checkpoint is damaged, or made by code with other constants"
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -231,16 +235,22 @@ class Buffer:
         stored = get(self.source)
         _check_shape(self.source, stored, self.shape)
         _check_floating(self.source, stored)
-        made = self.make()
-        # A 16-bit table is off by half a unit in the last place, relative to its largest value.
-        rounding = torch.finfo(stored.dtype).eps * made.abs().max().item()
-        worst = (stored.float() - made).abs().max().item()
-        if not worst <= max(self.tolerance, rounding):
+        differences = [self._difference(stored, make()) for make in (self.make, *self.also)]
+        # Not `> 0`: NaN differs, too.
+        if all(worst != 0 for worst in differences):
             raise ValueError(
-                f"tensor '{self.source}' differs by {worst:.3g} from what the source config "
-                "determines; the checkpoint is damaged, or made by code with other constants."
+                f"tensor '{self.source}' differs by {min(differences):.3g} from what the source "
+                f"config determines; {self.otherwise}."
             )
         return {}
+
+    def _difference(self, stored: Tensor, made: Tensor) -> float:
+        """Largest absolute difference; 0 for one that rounding explains."""
+        worst = (stored.float() - made).abs().max().item()
+        # A 16-bit table is off by half a unit in the last place, relative to its largest value.
+        rounding = torch.finfo(stored.dtype).eps * made.abs().max().item()
+        allowed = max(self.tolerance, rounding) if self.tolerance else 0.0
+        return 0.0 if worst <= allowed else worst
 
     def to_source(self, get: Get) -> dict[str, Tensor]:
         return {self.source: self.make()}
@@ -257,19 +267,26 @@ class Buffer:
         return True
 
 
-def select_rules(rules: Sequence[TensorRule], stored: Iterable[str]) -> list[TensorRule]:
+def select_rules(
+    rules: Sequence[TensorRule], stored: Iterable[str], *, unheld: Mapping[str, str] | None = None
+) -> list[TensorRule]:
     """The rules of a checkpoint that holds the tensors named `stored`.
 
     A tensor of ours may have several rules, one for each spelling of its source, of which the
     checkpoint must use exactly one; a rule without tensors of ours (a copy, a buffer) may be
-    absent.
+    absent. A copy that is stored alone, without the tensor that it repeats, is that tensor.
+
+    Args: unheld: tensor -> file of what an index names and no file holds; only spellings and
+        copies that the checkpoint does without may be among them.
 
     Raises: ValueError naming every tensor that no rule accounts for, with the nearest known name,
         and every tensor that is missing or stored twice.
     """
-    present = set(stored)
+    present, unheld = set(stored), {} if unheld is None else unheld
+    rules = [_alone(rule, present) for rule in rules]
     known = [name for rule in rules for name in rule.source_names]
-    problems = [f"unknown tensor '{name}'.{_nearest(name, known)}" for name in present - {*known}]
+    unknown = (present | unheld.keys()) - {*known}
+    problems = [f"unknown tensor '{name}'.{_nearest(name, known)}" for name in unknown]
     chosen = [rule for rule in rules if present.issuperset(rule.source_names)]
     spellings: dict[str, list[str]] = {}
     for rule in rules:
@@ -278,7 +295,8 @@ def select_rules(rules: Sequence[TensorRule], stored: Iterable[str]) -> list[Ten
     filled = Counter(ours for rule in chosen for ours in rule.our_names)
     for ours, names in spellings.items():
         if filled[ours] == 0:
-            problems.append(f"missing tensor '{names[0]}'.")
+            where = f" The index says that {unheld[names[0]]} has it." if names[0] in unheld else ""
+            problems.append(f"missing tensor '{names[0]}'.{where}")
         elif filled[ours] > 1:
             problems.append(f"{' and '.join(names)} are the same tensor; remove one.")
     if problems:
@@ -286,6 +304,14 @@ def select_rules(rules: Sequence[TensorRule], stored: Iterable[str]) -> list[Ten
         shown, more = problems[:8], len(problems) - 8
         raise ValueError(" ".join(shown) + (f" ... and {more} more." if more > 0 else ""))
     return chosen
+
+
+def _alone(rule: TensorRule, present: set[str]) -> TensorRule:
+    """A copy without the tensor that it repeats holds the values itself: writers of safetensors
+    keep one name of a shared tensor, the first in the alphabet."""
+    if isinstance(rule, Copy) and rule.source in present and rule.same_as not in present:
+        return Rename(rule.source, rule.ours, is_exported=False)
+    return rule
 
 
 def rules_to_export(rules: Sequence[TensorRule], origin: Iterable[str] | None) -> list[TensorRule]:
