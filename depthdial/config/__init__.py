@@ -11,6 +11,7 @@ from depthdial.config.model import (
     CachePolicy,
     InjectionName,
     LoopConfig,
+    LoopLoraConfig,
     ModelConfig,
     ModulationConfig,
     NGPTConfig,
@@ -18,7 +19,6 @@ from depthdial.config.model import (
     SlidingConfig,
     TimeModulationConfig,
     UpdateName,
-    VisitDeltaConfig,
 )
 from depthdial.config.model_checks import (
     ATTENTION,
@@ -73,7 +73,7 @@ __all__ = [
     "TrainConfig",
     "TrajectoryConfig",
     "UpdateName",
-    "VisitDeltaConfig",
+    "LoopLoraConfig",
     "check_cache_policy",
     "nearest_name",
     "policy_obstacle",

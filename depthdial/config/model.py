@@ -5,6 +5,7 @@ Rules between the fields are in `config/model_checks.py`, the base class in `con
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
@@ -112,7 +113,7 @@ AnyModulation = Annotated[
 """Any method of conditioning; `kind` says which, elr where it is left out."""
 
 
-class VisitDeltaConfig(StrictConfig):
+class LoopLoraConfig(StrictConfig):
     """Stored low-rank differences of the core's matrices, chosen by loop (arXiv 2410.20672)."""
 
     rank: Annotated[int, Field(ge=0)]
@@ -193,6 +194,34 @@ class NGPTConfig(StrictConfig):
     """Square of the output gate's scale at the start; null for sqrt(d_model)."""
 
 
+OLD_LOOP_LORA = "visit_deltas"
+"""Name of the field `loop_lora` and of its tensors in format_version 1."""
+
+
+def current_tensor_name(name: str) -> str:
+    """The name of a tensor that may have been written in format_version 1."""
+    return name.replace(f"{OLD_LOOP_LORA}.", "loop_lora.")
+
+
+def from_version_1(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config of format_version 1 as version 2 spells them; others unchanged.
+
+    Raises: ValueError if a config of version 2 uses the old name.
+    """
+    is_old = values.get("format_version") == 1
+    if OLD_LOOP_LORA in values and not is_old:
+        raise ValueError(f"'{OLD_LOOP_LORA}' is called 'loop_lora' since format_version 2.")
+    if not is_old:
+        return values
+    warnings.warn(
+        f"this model was written in format_version 1: `{OLD_LOOP_LORA}` is called `loop_lora` "
+        "since version 2 and was read as that. Saving the model writes version 2.",
+        stacklevel=2,
+    )
+    renamed = {"loop_lora" if key == OLD_LOOP_LORA else key: v for key, v in values.items()}
+    return renamed | {"format_version": 2}
+
+
 def without_code(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a config.json without `auto_map`: code for transformers, not a property."""
     return {key: value for key, value in values.items() if key != "auto_map"}
@@ -205,8 +234,8 @@ class ModelConfig(StrictConfig):
     """Name of the format."""
     architectures: tuple[Literal["LoopedLM"]] = ("LoopedLM",)
     """Model class; one class expresses every family."""
-    format_version: Literal[1] = 1
-    """Version of the directory format."""
+    format_version: Literal[2] = 2
+    """Version of the directory format; files of version 1 are read too."""
     vocab_size: PositiveInt
     """Number of token ids."""
     d_model: PositiveInt
@@ -288,7 +317,7 @@ class ModelConfig(StrictConfig):
     """State update, injection, cache policy."""
     modulation: AnyModulation | None = None
     """Loop-conditioned modulation; null for none."""
-    visit_deltas: VisitDeltaConfig | None = None
+    loop_lora: LoopLoraConfig | None = None
     """Low-rank differences of the core's matrices by loop; null for none."""
     exit_gate: Literal["none", "linear", "norm_linear"] = "none"
     """Readout of when to stop looping: a linear map of the state, or of its LayerNorm."""
@@ -296,7 +325,7 @@ class ModelConfig(StrictConfig):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build from plain JSON types, without the names of code files that an export adds."""
-        return super().from_dict(without_code(values))
+        return super().from_dict(from_version_1(without_code(values)))
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -221,8 +221,8 @@ def check_model_options(config: Any) -> None:
             f"final_norm='loop' norms the state that the head reads, but split="
             f"{list(config.split)} has a coda after the loops; choose another final_norm."
         )
-    if config.visit_deltas is not None and config.visit_deltas.norms and not config.norm_gain:
-        raise ValueError("visit_deltas.norms needs norm_gain=true: there is no gain to vary.")
+    if config.loop_lora is not None and config.loop_lora.norms and not config.norm_gain:
+        raise ValueError("loop_lora.norms needs norm_gain=true: there is no gain to vary.")
 
 
 def check_trained_loops(config: Any) -> None:
@@ -240,7 +240,7 @@ def check_trained_loops(config: Any) -> None:
 
 def _check_ngpt(config: Any) -> None:
     """A normalised transformer has no biases, gains, value embeddings or mix of loops."""
-    deltas = config.visit_deltas
+    deltas = config.loop_lora
     for name, given, allowed in (
         ("ff", config.ff, "swiglu"),
         ("ff_bias", config.ff_bias, False),
@@ -248,7 +248,7 @@ def _check_ngpt(config: Any) -> None:
         ("value_embeddings", config.value_embeddings, ()),
         ("norm_gain", config.norm_gain, True),
         ("loop.local_window", config.loop.local_window, None),
-        ("visit_deltas.norms", deltas is not None and deltas.norms, False),
+        ("loop_lora.norms", deltas is not None and deltas.norms, False),
     ):
         if given != allowed:
             raise ValueError(

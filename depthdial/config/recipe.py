@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from depthdial.config.base import StrictConfig, set_dotted
-from depthdial.config.model import ModelConfig, without_code
+from depthdial.config.model import ModelConfig, from_version_1, without_code
 from depthdial.config.text import read_mapping
 from depthdial.config.training import (
     DataConfig,
@@ -91,6 +91,8 @@ class Recipe(StrictConfig):
         init = train.get("init") if isinstance(train, dict) else None
         if isinstance(init, str) and values.get("model") is None:
             values = values | {"model": _model_values(init)}
+        if isinstance(values.get("model"), dict):
+            values = values | {"model": from_version_1(values["model"])}
         return super().from_dict(values)
 
     def replace(self, **changes: Any) -> Self:

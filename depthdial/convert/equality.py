@@ -27,12 +27,12 @@ class LayerDifference:
     """Hidden states after one executed layer, base against result.
 
     Fields:
-        layer: of the base, counted from 0. visit: how often the base had run it before.
+        layer: of the base, counted from 0. loop_idx: how often the base had run it before.
         max_abs: largest absolute difference. base_rms: root mean square of the base's states.
     """
 
     layer: int
-    visit: int
+    loop_idx: int
     max_abs: float
     base_rms: float
 
@@ -193,7 +193,7 @@ def as_json(plan: Plan, comparisons: Sequence[Comparison]) -> dict[str, Any]:
                 "layers": [
                     {
                         "layer": x.layer,
-                        "visit": x.visit,
+                        "loop_idx": x.loop_idx,
                         "max_abs_difference": x.max_abs,
                         "base_rms": x.base_rms,
                     }
@@ -215,15 +215,15 @@ def _layer_differences(
     if len(places) != len(given):
         assert matching is None, f"{len(matching)} layers matched, {len(given)} were run"
         return ()
-    visits: dict[int, int] = {}
+    loops_run: dict[int, int] = {}
     differences = []
     for place, (_, output_BTD) in zip(places, given, strict=True):
         layer, wanted_BTD = expected[place]
-        visit = visits[layer] = visits.get(layer, -1) + 1
+        loop_idx = loops_run[layer] = loops_run.get(layer, -1) + 1
         differences.append(
             LayerDifference(
                 layer=layer,
-                visit=visit,
+                loop_idx=loop_idx,
                 max_abs=float((output_BTD - wanted_BTD).abs().max()),
                 base_rms=float(wanted_BTD.square().mean().sqrt()),
             )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, ModulationConfig
 from depthdial.convert.base_model import (
     BaseModel,
     Block,
@@ -131,7 +131,7 @@ def elastic_fixed(base: BaseModel, window: None, options: ElasticFixedOptions) -
             "Choose a method for dense models."
         )
     needs_gate = config.loop.update == "replace"
-    needs_conditioning = config.modulation is None and config.visit_deltas is None
+    needs_conditioning = config.modulation is None and config.loop_lora is None
     if not needs_gate and not needs_conditioning:
         raise ValueError(
             f"this base has a gate (loop.update='{config.loop.update}') and conditioning already; "
@@ -152,9 +152,9 @@ def elastic_fixed(base: BaseModel, window: None, options: ElasticFixedOptions) -
     result = config.replace(**changes)
     if needs_gate:
         tensors |= _open_gamma(result)
-    if needs_conditioning and result.visit_deltas is not None and result.visit_deltas.norms:
+    if needs_conditioning and result.loop_lora is not None and result.loop_lora.norms:
         sublayers = core_sublayers(tensors, config.split[1])
-        tensors |= copied_norms(sublayers, result.visit_deltas.num_sets)
+        tensors |= copied_norms(sublayers, result.loop_lora.num_sets)
     native = config.num_loops
     loops = dict.fromkeys((native, 1, config.max_loops))
     return Plan(result, tensors, tuple(LoopPair(k, k) for k in loops), "close")
@@ -234,7 +234,7 @@ def _elastic_max(config: ModelConfig, options: ElasticFixedOptions) -> int:
 def _conditioning(config: ModelConfig, options: ElasticFixedOptions) -> dict[str, object]:
     """Config changes of the conditioning of a looped base."""
     takes_modulation = config.norm != "ngpt"
-    kind = options.conditioning or ("modulation" if takes_modulation else "visit_deltas")
+    kind = options.conditioning or ("modulation" if takes_modulation else "loop_lora")
     if kind == "modulation":
         return {
             "modulation": ModulationConfig(
@@ -249,7 +249,7 @@ def _conditioning(config: ModelConfig, options: ElasticFixedOptions) -> dict[str
             "modulation, so the loops get stored differences. Remove it."
         )
     return {
-        "visit_deltas": VisitDeltaConfig(
+        "loop_lora": LoopLoraConfig(
             rank=options.rank or DEFAULT_DELTA_RANK,
             sets_by_loop=tuple(range(config.max_loops)),
             norms=config.norm_gain and takes_modulation,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from depthdial.config import LoopConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, LoopLoraConfig
 from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window
 from depthdial.convert.methods import DeltaOptions, RelaxedOptions
 from depthdial.convert.tying import looped, tied
@@ -22,7 +22,7 @@ Sublayer = Mapping[str, Tensor]
 
 
 def relaxed_recursive(base: BaseModel, window: Window, options: RelaxedOptions) -> Plan:
-    """Tied layers W' with W_l - W' of every visit cut to rank R (arXiv 2410.20672), scale 1."""
+    """Tied layers W' with W_l - W' of every loop cut to rank R (arXiv 2410.20672), scale 1."""
     config, tensors, sources = tied(base, window, options)
     shared = core_sublayers(tensors, config.split[1])
     wanted = _wanted_sublayers(base, sources)
@@ -30,20 +30,20 @@ def relaxed_recursive(base: BaseModel, window: Window, options: RelaxedOptions) 
     rank = full if options.rank == "full" else options.rank
     _check_rank(rank, full)
     has_norms = options.norms == "own"
-    deltas = VisitDeltaConfig(
+    deltas = LoopLoraConfig(
         rank=rank, sets_by_loop=tuple(range(options.num_loops)), norms=has_norms
     )
-    config = config.replace(visit_deltas=deltas)
-    for place, (tied_layer, visits) in enumerate(zip(shared, wanted, strict=True)):
-        tensors |= _svd_sets(f"visit_deltas.sublayers.{place}", tied_layer, visits, rank=rank)
+    config = config.replace(loop_lora=deltas)
+    for place, (tied_layer, by_loop) in enumerate(zip(shared, wanted, strict=True)):
+        tensors |= _svd_sets(f"loop_lora.sublayers.{place}", tied_layer, by_loop, rank=rank)
         if has_norms:
-            tensors |= _norm_sets(place, visits)
+            tensors |= _norm_sets(place, by_loop)
     left = _uncovered(shared, wanted, has_norms=has_norms)
     why_not = ""
     if rank < full:
         why_not = f"rank {rank} of {full} keeps a part of the differences"
     elif left:
-        why_not = f"visits share {', '.join(left)}, which the layers had for themselves"
+        why_not = f"loops share {', '.join(left)}, which the layers had for themselves"
     promises = "none" if why_not else "close"
     pairs = (LoopPair(1, options.num_loops),)
     return Plan(config, tensors, pairs, promises, why_not=why_not)
@@ -102,24 +102,24 @@ def _with_sets(
     loop = LoopConfig(update="delta", delta_init=options.rate, gate_bypass="first_only")
     plan = looped(base, window, loop=loop, max_loops=options.max_loops)
     has_norms = options.norms == "own"
-    deltas = VisitDeltaConfig(rank=options.rank, sets_by_loop=sets_by_loop, norms=has_norms)
+    deltas = LoopLoraConfig(rank=options.rank, sets_by_loop=sets_by_loop, norms=has_norms)
     tensors = dict(plan.tensors)
     sublayers = core_sublayers(tensors, plan.config.split[1])
     _check_rank(options.rank, _full_rank(sublayers))
     if has_norms:
         tensors |= copied_norms(sublayers, deltas.num_sets)
-    return Plan(plan.config.replace(visit_deltas=deltas), tensors, plan.pairs, plan.promises)
+    return Plan(plan.config.replace(loop_lora=deltas), tensors, plan.pairs, plan.promises)
 
 
 def _wanted_sublayers(
     base: BaseModel, sources: Sequence[Sequence[int]]
 ) -> list[list[dict[str, Tensor]]]:
-    """For each core sublayer: the base's sublayers that its visits stand for."""
+    """For each core sublayer: the base's sublayers that its loops stand for."""
     blocks = base.blocks()
     return [
-        list(visits)
+        list(by_loop)
         for layers in sources
-        for visits in zip(*(blocks[layer].sublayers for layer in layers), strict=True)
+        for by_loop in zip(*(blocks[layer].sublayers for layer in layers), strict=True)
     ]
 
 
@@ -140,37 +140,39 @@ def _matrix_shapes(sublayer: Sublayer) -> list[torch.Size]:
 
 
 def _svd_sets(
-    prefix: str, shared: Sublayer, visits: Sequence[Sublayer], *, rank: int
+    prefix: str, shared: Sublayer, by_loop: Sequence[Sublayer], *, rank: int
 ) -> dict[str, Tensor]:
-    """Stored low-rank pairs of one sublayer, one set per visit."""
+    """Stored low-rank pairs of one sublayer, one set per loop."""
     tensors = {}
     for name in filter(is_matrix, shared):
         wide = shared[name].to(torch.float64)
-        pairs = [truncated_svd(visit[name].to(torch.float64) - wide, rank) for visit in visits]
+        pairs = [
+            truncated_svd(sublayer[name].to(torch.float64) - wide, rank) for sublayer in by_loop
+        ]
         linear = name.removeprefix("mixer.").removesuffix(".weight")
         tensors[f"{prefix}.{linear}.down"] = torch.stack([down for down, _ in pairs])
         tensors[f"{prefix}.{linear}.up"] = torch.stack([up for _, up in pairs])
     return tensors
 
 
-def _norm_sets(place: int, visits: Sequence[Sublayer]) -> dict[str, Tensor]:
-    prefix = f"visit_deltas.sublayers.{place}."
+def _norm_sets(place: int, by_loop: Sequence[Sublayer]) -> dict[str, Tensor]:
+    prefix = f"loop_lora.sublayers.{place}."
     return {
-        prefix + name.split(".")[-2]: torch.stack([visit[name] for visit in visits])
+        prefix + name.split(".")[-2]: torch.stack([sublayer[name] for sublayer in by_loop])
         for name in NORMS
-        if name in visits[0]
+        if name in by_loop[0]
     }
 
 
 def _uncovered(
     shared: Sequence[Sublayer], wanted: Sequence[Sequence[Sublayer]], *, has_norms: bool
 ) -> list[str]:
-    """Tensors that differ between a visit and the tied layer and that no difference covers."""
+    """Tensors that differ between a loop and the tied layer and that no difference covers."""
     left = {
         name
-        for tied_layer, visits in zip(shared, wanted, strict=True)
+        for tied_layer, by_loop in zip(shared, wanted, strict=True)
         for name, tensor in tied_layer.items()
         if not is_matrix(name) and not (has_norms and name in NORMS)
-        if any(not torch.equal(visit[name], tensor) for visit in visits)
+        if any(not torch.equal(sublayer[name], tensor) for sublayer in by_loop)
     }
     return sorted(left)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from depthdial.config import LoopConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, LoopLoraConfig
 from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window, check_dense
 from depthdial.convert.methods import MergeOptions
 from depthdial.model.checkpoint import used_formats
 
-PREFIX = "visit_deltas."
+PREFIX = "loop_lora."
 
 
 def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptions) -> Plan:
@@ -22,11 +22,11 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
     Raises: ValueError for a model without stored differences, or whose first pass is more than
         the plain core.
     """
-    deltas, loop = base.config.visit_deltas, base.config.loop
+    deltas, loop = base.config.loop_lora, base.config.loop
     if deltas is None:
         raise ValueError(
             "merge-first-pass is for a model that stores differences by loop, and this base has no "
-            "visit_deltas: its first pass needs no merging."
+            "loop_lora: its first pass needs no merging."
         )
     if base.config.modulation is not None or base.config.segments:
         what = "modulation" if base.config.modulation is not None else "segments"
@@ -42,14 +42,14 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
         )
     kept = {"injection": loop.injection, "initial_state": loop.initial_state}
     config = base.config.replace(
-        visit_deltas=None,
+        loop_lora=None,
         loop=LoopConfig(update="replace", unit_norm=loop.unit_norm, **kept),
         num_loops=1,
         max_loops=1,
         trained_loops=None,
     )
     check_dense(config)
-    own = ("visit_deltas.", "state_update.")
+    own = ("loop_lora.", "state_update.")
     tensors = {name: t for name, t in base.tensors.items() if not name.startswith(own)}
     first_set = deltas.set_at(0)
     if first_set >= 0:
@@ -60,7 +60,7 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
     return Plan(config, tensors, (LoopPair(1, 1),), "close")
 
 
-def _merged(base: BaseModel, deltas: VisitDeltaConfig, set_idx: int) -> dict[str, Tensor]:
+def _merged(base: BaseModel, deltas: LoopLoraConfig, set_idx: int) -> dict[str, Tensor]:
     """Core tensors with one stored set folded in.
 
     A sum that narrow weights cannot hold is kept in float32: rounded, it would be another model.

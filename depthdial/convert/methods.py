@@ -69,7 +69,7 @@ class RelaxedOptions(TyingOptions):
     """Which layers the tied ones are: evenly spaced ones with the first and the last, the mean of
     those that are tied together, or the lowest."""
     rank: PositiveInt | Literal["full"] = 16
-    """Rank of each visit's differences to the layer that it stands for; full keeps all of it."""
+    """Rank of each loop's differences to the layer that it stands for; full keeps all of it."""
     norms: Norms = "own"
     """Gains of the norms: own to each stored set, or those of the layer."""
 
@@ -127,19 +127,19 @@ class ElasticFixedOptions(StrictConfig):
 
     max_loops: PositiveInt | None = None
     """Largest loop count that the result is meant for; null for that of the base."""
-    conditioning: Literal["modulation", "visit_deltas"] | None = None
+    conditioning: Literal["modulation", "loop_lora"] | None = None
     """What tells the loops apart: ELR's modulation, or low-rank differences stored per loop; null
     for modulation where the sublayers take one."""
     rank: PositiveInt | None = None
-    """Rank of either; null for 256 with modulation, 16 with visit_deltas."""
+    """Rank of either; null for 256 with modulation, 16 with loop_lora."""
     d_cond: PositiveInt | None = None
     """Width of the condition vector of modulation; null for 256."""
 
     @model_validator(mode="after")
     def _options_have_effect(self) -> ElasticFixedOptions:
-        if self.conditioning == "visit_deltas" and self.d_cond is not None:
+        if self.conditioning == "loop_lora" and self.d_cond is not None:
             raise ValueError(
-                f"d_cond={self.d_cond} has no effect with conditioning='visit_deltas'; remove it."
+                f"d_cond={self.d_cond} has no effect with conditioning='loop_lora'; remove it."
             )
         return self
 
@@ -189,7 +189,7 @@ METHODS: dict[str, Method] = {
         "none: distinct layers become one",
     ),
     "relaxed-recursive": Method(
-        "tied layers plus low-rank differences per visit, by truncated SVD",
+        "tied layers plus low-rank differences per loop, by truncated SVD",
         RelaxedOptions,
         "k = B",
         "1e-4 at full rank with own norms; none below it or with tied norms",

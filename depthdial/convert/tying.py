@@ -1,6 +1,6 @@
 """Methods without new parameters: loop a window as it is, or tie its layers to fewer ones.
 
-Low-rank differences between the visits of tied layers are in `low_rank.py`.
+Low-rank differences between the loops of tied layers are in `low_rank.py`.
 L layers of a window, B passes, M = L / B tied layers.
 """
 
@@ -53,7 +53,7 @@ def anchored(base: BaseModel, window: Window, options: AnchoredOptions) -> Plan:
 
 
 def tie_layers(base: BaseModel, window: Window, options: TyingOptions) -> Plan:
-    """M layers in place of L, each visited B times (arXiv 2410.20672, 2507.10524)."""
+    """M layers in place of L, each run B times (arXiv 2410.20672, 2507.10524)."""
     config, tensors, _ = tied(base, window, options)
     count, num_loops = window.end - window.start, options.num_loops
     return Plan(
@@ -78,7 +78,7 @@ def tied(
 ) -> tuple[ModelConfig, dict[str, Tensor], list[list[int]]]:
     """Config and tensors with tied layers, and the base layers that each of them stands for.
 
-    The layers of one tied layer are listed by visit.
+    The layers of one tied layer are listed by loop.
     Raises: ValueError if the passes do not divide the window, or its layers differ in kind.
     """
     blocks = base.blocks()
@@ -107,9 +107,9 @@ def tied(
 
 
 def tied_groups(num_tied: int, num_loops: int, *, order: Order) -> list[list[int]]:
-    """Layers of the window that each tied layer stands for, by visit.
+    """Layers of the window that each tied layer stands for, by loop.
 
-    cycle: visit i of tied layer j is layer i M + j; sequence: layer j B + i.
+    cycle: loop i of tied layer j is layer i M + j; sequence: layer j B + i.
     """
     if order == "cycle":
         return [[i * num_tied + j for i in range(num_loops)] for j in range(num_tied)]

@@ -50,7 +50,7 @@ def measure_latencies(
 ) -> list[Latency]:
     """Time cached decoding of several (model, loop count) pairs.
 
-    Each round visits every pair, so that whatever else the machine does hits all alike.
+    Each round runs every pair, so that whatever else the machine does hits all alike.
     """
     times: list[list[float]] = [[] for _ in sides]
     with ExitStack() as stack:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from depthdial import __version__
+from depthdial.config.model import current_tensor_name
 from depthdial.config.text_files import dump_json
 from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from depthdial.formats.import_export import ExportReport, copy_licences
@@ -24,7 +25,13 @@ from depthdial.formats.origin import Origin
 from depthdial.formats.source_folder import check_specs
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
 from depthdial.formats.text.tokens import export_tokens
-from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from depthdial.model.checkpoint import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    read_config,
+    read_tensors,
+    write_tensors,
+)
 
 FORMAT = "hf"
 """Name of this format on the command line."""
@@ -68,10 +75,17 @@ def export_hf(
     folder, destination = Path(folder), Path(destination)
     config = read_config(folder)
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
-    check_specs(config, {name: TensorSpec(e.dtype, e.shape) for name, e in stored.entries.items()})
+    specs = {
+        current_tensor_name(name): TensorSpec(e.dtype, e.shape)
+        for name, e in stored.entries.items()
+    }
+    check_specs(config, specs)
     stored.check_all()
     with new_folder(destination, overwrite=overwrite, apart_from=[folder]) as place:
-        shutil.copyfile(folder / WEIGHTS_FILE, place / WEIGHTS_FILE)
+        if specs.keys() == stored.entries.keys():
+            shutil.copyfile(folder / WEIGHTS_FILE, place / WEIGHTS_FILE)
+        else:
+            write_tensors(read_tensors(folder / WEIGHTS_FILE), place / WEIGHTS_FILE)
         values = config.to_dict() | {"auto_map": AUTO_MAP}
         (place / CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
         for name, text in code_files().items():

@@ -15,6 +15,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig
 
 from depthdial.config import ModelConfig, nearest_name
+from depthdial.config.model import from_version_1
 
 FRAMEWORK_KEYS = {
     "_commit_hash",
@@ -47,6 +48,7 @@ class DepthdialConfig(PreTrainedConfig):
 
     def __post_init__(self, **values: Any) -> None:
         """Raises: ValueError for a key that neither `ModelConfig` nor transformers knows."""
+        values = from_version_1(values)
         ours = {key: value for key, value in values.items() if key in ModelConfig.model_fields}
         framework = {key: value for key, value in values.items() if key in FRAMEWORK_KEYS}
         for key in values:

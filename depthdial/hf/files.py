@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
+from depthdial.config.model import current_tensor_name
 from depthdial.model.checkpoint import WEIGHTS_FILE, used_formats
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.tensor_header import read_header
@@ -43,7 +44,7 @@ def mixed_formats(
         return {}
     if found is None:
         return {}
-    entries = read_header(Path(found))
+    entries = {current_tensor_name(name): e for name, e in read_header(Path(found)).items()}
     return used_formats(entries) if len({entry.dtype for entry in entries.values()}) > 1 else {}
 
 

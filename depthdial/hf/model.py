@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthdial.cache.loop_counts import NumLoops, allowed_num_loops
 from depthdial.config import CachePolicy, ModelConfig
+from depthdial.config.model import OLD_LOOP_LORA
 from depthdial.hf.cache import ROLLBACK_POLICIES, DepthdialCache
 from depthdial.hf.call import (
     RecordedStates,
@@ -289,6 +290,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         formats = mixed_formats(pretrained_model_name_or_path, kwargs)
         if formats:
             kwargs = {**kwargs, "dtype": widest(formats)}
+        # A file of format_version 1 has one other name.
+        kwargs.setdefault("key_mapping", {f"^{OLD_LOOP_LORA}": "loop_lora"})
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )

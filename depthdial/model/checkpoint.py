@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from depthdial.config import ModelConfig
+from depthdial.config.model import current_tensor_name
 from depthdial.config.text import load_json
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.tensor_header import read_header
@@ -34,7 +35,7 @@ RANDOM_INITIALISERS = (
     nn.init.uniform_,
 )
 WEIGHTS_FILE = "model.safetensors"
-OWN_FORMAT = re.compile(r"(exit_gate|visit_deltas)\.|.*\.(mix_gate|value_embedding)\.")
+OWN_FORMAT = re.compile(r"(exit_gate|loop_lora)\.|.*\.(mix_gate|value_embedding)\.")
 """Matrices whose products are brought to the format of the hidden states afterwards, or before."""
 
 
@@ -199,11 +200,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     # Before the file is mapped: its statements about itself may be false.
     read_header(path)
     try:
-        return safetensors.torch.load_file(path)
+        tensors = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged or cut short ({error}). Use another checkpoint, or copy it again."
         ) from error
+    return {current_tensor_name(name): tensor for name, tensor in tensors.items()}
 
 
 def _check_tensors(

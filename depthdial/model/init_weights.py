@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from depthdial.config import ATTENTION_LETTERS, ModelConfig
+from depthdial.config.model import OLD_LOOP_LORA
 
 DIAGONAL_DECAY = math.sqrt(0.2)
 """Decay per loop of a diagonal injection at the start (arXiv 2604.12946)."""
@@ -35,7 +36,7 @@ def init_weights(model: nn.Module, config: ModelConfig, *, seed: int, prefix: st
     | mix gate, value gate, exit bias    | 0                                                 |
     | modulation MLP                     | N(0, 1 / fan-in), biases 0                        |
     | modulation heads                   | 0; low-rank B N(0, 1 / D), A N(0, 1 / R)          |
-    | visit deltas                       | up 0, down N(0, 1 / inputs); norms as the sublayer's |
+    | loop_lora                          | up 0, down N(0, 1 / inputs); norms as the sublayer's |
 
     Keying by name gives models that differ in one part the same values everywhere else.
     """
@@ -55,12 +56,14 @@ def _init_parameter(parameter: nn.Parameter, name: str, config: ModelConfig, *, 
         nn.init.eye_(parameter)
         return
     std = config.init_std
-    if parts[0] in ("modulation", "visit_deltas"):
+    if parts[0] in ("modulation", "loop_lora"):
         std = parameter.shape[-1] ** -0.5
     elif parts[-2] in ("o_proj", "down_proj"):
         std = config.init_std / math.sqrt(sum(config.split))
     # Hashed, because torch's CPU generator reads only 32 bits of a seed.
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    # The seed of a tensor is its name in format_version 1, so that new models keep their values.
+    seed_name = name.replace("loop_lora.", f"{OLD_LOOP_LORA}.")
+    digest = hashlib.sha256(f"{seed}:{seed_name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
     values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std
     parameter.copy_(values)
@@ -72,7 +75,7 @@ def _constant(parameter: nn.Parameter, name: str, config: ModelConfig) -> float 
     owner, last = parts[0], parts[-1]
     if owner == "state_update":
         return _update_constant(parts, config)
-    if owner == "visit_deltas":
+    if owner == "loop_lora":
         return 0.0 if last == "up" else 1.0 if last.endswith("norm") else None
     if owner == "modulation" and ("heads" in parts or parts[1] in ("entry", "exit")):
         return 0.0

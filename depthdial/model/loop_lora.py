@@ -1,4 +1,4 @@
-"""Stored differences of the core between visits: low-rank pairs and norm gains, chosen by loop.
+"""Differences of the core between loops: stored low-rank pairs and norm gains, chosen by loop.
 
 Source: Relaxed Recursive Transformers, arXiv 2410.20672; scale 1, no dropout.
 Letters: N stored sets, R low rank, I inputs, O outputs, D model width.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from depthdial.config import VisitDeltaConfig
+from depthdial.config import LoopLoraConfig
 from depthdial.layers.attention import Attention, HeadGains
 from depthdial.layers.primitives import LowRankDelta
 from depthdial.model.sublayer import (
@@ -33,7 +33,7 @@ class LowRankSets(nn.Module):
 class SublayerDeltas(nn.Module):
     """The stored sets of one core sublayer."""
 
-    def __init__(self, sublayer: Sublayer | NormalisedSublayer, config: VisitDeltaConfig) -> None:
+    def __init__(self, sublayer: Sublayer | NormalisedSublayer, config: LoopLoraConfig) -> None:
         super().__init__()
         self.linears = []
         for name, linear in sublayer.mixer.named_children():
@@ -74,10 +74,10 @@ class SublayerDeltas(nn.Module):
         return HeadGains(self.q_norm[set_idx], self.k_norm[set_idx])
 
 
-class VisitDeltas(nn.Module):
+class LoopLora(nn.Module):
     """Differences of every core sublayer; which set a loop uses is in the config."""
 
-    def __init__(self, core: Stack, config: VisitDeltaConfig) -> None:
+    def __init__(self, core: Stack, config: LoopLoraConfig) -> None:
         super().__init__()
         self.config = config
         self.sublayers = nn.ModuleList(SublayerDeltas(sublayer, config) for sublayer in core)

@@ -32,7 +32,7 @@ from depthdial.model.carry import (
 from depthdial.model.context import ForwardContext, build_context, compute_dtype
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
-from depthdial.model.loop_lora import VisitDeltas
+from depthdial.model.loop_lora import LoopLora
 from depthdial.model.modulation import (
     LoopModulation,
     SublayerModulation,
@@ -89,8 +89,8 @@ class LoopedLM(nn.Module):
         projects = config.loop.state_projection
         self.state_projection = nn.Linear(d_model, d_model, bias=False) if projects else None
         self.modulation = make_conditioning(config)
-        deltas = config.visit_deltas
-        self.visit_deltas = None if deltas is None else VisitDeltas(self.core_stack, deltas)
+        deltas = config.loop_lora
+        self.loop_lora = None if deltas is None else LoopLora(self.core_stack, deltas)
         has_final = config.final_norm != "none"
         self.final_norm = RMSNorm(d_model, config.norm_eps) if has_final else None
         tied = config.tie_embeddings
@@ -347,9 +347,9 @@ class LoopedLM(nn.Module):
         """Conditioning of one pass, this loop's stored differences included."""
         device = self.embedding.weight.device
         mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes, device=device)
-        if self.visit_deltas is None:
+        if self.loop_lora is None:
             return mod
-        return mod._replace(sublayers=self.visit_deltas.for_loop(loop_idx, mod.sublayers))
+        return mod._replace(sublayers=self.loop_lora.for_loop(loop_idx, mod.sublayers))
 
     def iterate(
         self,

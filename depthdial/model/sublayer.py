@@ -32,7 +32,7 @@ class SublayerModulation(NamedTuple):
     scale [., 1, D] multiplies the norm's gain, shift is added after it, gain multiplies the
     branch: 1 + lambda, mu and 1 + omega of ELR section 3.4, stored whole. low_rank_gain [., 1, R]
     is g, down_RD is B and up_DR is A of its low-rank path. The first dimension is 1 or B.
-    deltas, norm_gain [D], post_norm_gain [D] and head_gains are stored differences of this visit.
+    deltas, norm_gain [D], post_norm_gain [D] and head_gains are stored differences of this loop.
     """
 
     scale: Tensor | None = None

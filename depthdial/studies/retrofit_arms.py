@@ -161,7 +161,7 @@ def step_seconds(
 ) -> dict[str, float]:
     """Mean processor seconds of an optimizer step's forward and backward, by arm.
 
-    Each round visits every (arm, loop count), so that whatever else the machine does hits all
+    Each round runs every (arm, loop count), so that whatever else the machine does hits all
     alike; the fastest round counts. Processor time of one thread: waiting is not in it.
     """
     loss_modules = {}

@@ -37,9 +37,9 @@ RULES: tuple[tuple[GroupName, re.Pattern[str], int | None], ...] = tuple(
         ("undecayed", r"modulation\..+", 1),
         ("undecayed", r"modulation\..*bias", None),
         ("decayed", r"modulation\..+", None),
-        # Decay pulls a visit's difference to zero, that is, to the weights that all visits share.
-        ("decayed", r"visit_deltas\.sublayers\.\d+\.\w+_proj\.(down|up)", 3),
-        ("undecayed", r"visit_deltas\.sublayers\.\d+\.(post_|q_|k_)?norm", 2),
+        # Decay pulls a loop's difference to zero, that is, to the weights that all loops share.
+        ("decayed", r"loop_lora\.sublayers\.\d+\.\w+_proj\.(down|up)", 3),
+        ("undecayed", r"loop_lora\.sublayers\.\d+\.(post_|q_|k_)?norm", 2),
     )
 )
 """(group, whole name, dimensions or None for any); the first rule that fits decides."""
@@ -55,7 +55,7 @@ def parameter_group(name: str, parameter: Tensor) -> GroupName:
     """Group of one parameter.
 
     matrices: projections of the blocks. decayed: embeddings, head, modulation matrices, low-rank
-    differences of visits. undecayed: norms, biases, gates, scales, state update, injection and
+    loop_lora. undecayed: norms, biases, gates, scales, state update, injection and
     state projection (arXiv 2604.12946).
     Raises: ValueError for a name that no rule knows, so that a new module cannot fall into a
         group by accident.

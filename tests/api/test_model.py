@@ -437,7 +437,7 @@ class TestRecipes:
         after = read_tensors(model_folder(result.path) / "model.safetensors")
         changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
         assert changed and {name.partition(".")[0] for name in changed} <= {
-            "state_update", "visit_deltas",
+            "state_update", "loop_lora",
         }  # fmt: skip
 
     def test_keys_of_chains_go_when_another_source_is_named(self, chain_recipe: Any) -> None:

@@ -87,7 +87,7 @@ def passes_of(num_loops, batch_size, *, keeps=()):
 
 
 @given(num_loops=st.integers(1, 6), batch_size=st.integers(1, 5))
-def test_one_count_for_all_rows_visits_the_whole_batch_in_user_order(num_loops, batch_size):
+def test_one_count_for_all_rows_covers_the_whole_batch_in_user_order(num_loops, batch_size):
     passes = passes_of(num_loops, batch_size)
     assert len(passes) == num_loops
     assert all(rows is None or not len(rows) for rows, _, _ in passes)

@@ -44,7 +44,7 @@ def test_the_summary_says_what_is_exact_and_what_is_new(cli, base, tmp_path):
     assert code == 0, err
     words = " ".join(out.split())
     assert "core 1:5 of the base's layers, as given; 2 + 8 + 2 sublayers" in words
-    assert "of them new, in state_update, visit_deltas" in words
+    assert "of them new, in loop_lora, state_update" in words
     assert "1 to 4, 1 where a request names none" in words
     assert "equals the base bit for bit at k = 1 before any training" in words
     assert "identical" in out.splitlines()[-1]

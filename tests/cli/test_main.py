@@ -124,11 +124,11 @@ class TestRecipeFlags:
         assert len(keys) == len(recipe_keys())
 
     def test_lists_and_named_values_are_read_from_flags(self, cli: Command) -> None:
-        rates = "{visit_deltas.*: 2e-3, core_stack.*: 1e-4}"
+        rates = "{loop_lora.*: 2e-3, core_stack.*: 1e-4}"
         flags = ("--optim.freeze", "prelude_stack.*,embedding.*", "--optim.lr_by_pattern", rates)
         out = yaml.safe_load(cli("train", "tiny-text", *flags, "--print-config").out)["optim"]
         assert out["freeze"] == ["prelude_stack.*", "embedding.*"]
-        assert out["lr_by_pattern"] == {"visit_deltas.*": 2e-3, "core_stack.*": 1e-4}
+        assert out["lr_by_pattern"] == {"loop_lora.*": 2e-3, "core_stack.*": 1e-4}
 
     def test_a_list_is_taken_away_by_null(self, cli: Command, tmp_path: Path) -> None:
         """A recipe with a list of loop counts can so have another sampler."""

@@ -193,7 +193,7 @@ def test_the_record_holds_method_window_base_and_measurement(folder, tmp_path):
     assert record["new_parameters"] == sum(report.new_parameters.values()) > 0
     assert {name.partition(".")[0] for name in report.new_parameters} == {
         "state_update",
-        "visit_deltas",
+        "loop_lora",
     }
 
 

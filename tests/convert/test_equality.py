@@ -41,7 +41,7 @@ def test_layers_and_logits_are_those_of_the_reference(golden):
         close(output, expected, 1e-4)
 
 
-def test_layers_of_a_loop_come_once_per_visit(golden):
+def test_layers_of_a_loop_come_once_per_loop(golden):
     model = golden.model(split=[2, 6, 4], max_loops=3)
     _, layers = run_layers(model, golden.vectors["input_ids"], 2)
     assert [layer for layer, _ in layers] == [0, 1, 2, 3, 1, 2, 3, 4, 5]
@@ -51,7 +51,7 @@ def test_a_model_equals_itself_bit_for_bit(golden):
     model = golden.model()
     [found] = compare(model, golden.model(), golden.vectors["input_ids"], plan_of(model))
     assert (found.max_abs, found.mean_kl, found.is_identical, found.is_close) == (0, 0, True, True)
-    assert [(x.layer, x.visit, x.max_abs) for x in found.layers] == [(i, 0, 0) for i in range(6)]
+    assert [(x.layer, x.loop_idx, x.max_abs) for x in found.layers] == [(i, 0, 0) for i in range(6)]
 
 
 def test_a_change_shows_from_its_layer_on(golden):
@@ -70,7 +70,7 @@ def test_each_pair_is_compared_at_its_own_loop_counts(golden):
     same, different = compare(model, model, x, plan_of(model, pairs=pairs))
     assert (same.is_identical, different.is_identical) == (True, False)
     assert (different.base_loops, different.num_loops) == (1, 3)
-    assert [(x.layer, x.visit) for x in same.layers] == [
+    assert [(x.layer, x.loop_idx) for x in same.layers] == [
         *((0, 0), (1, 0), (2, 0), (3, 0)),
         *((1, 1), (2, 1), (3, 1), (4, 0), (5, 0)),
     ]
@@ -126,4 +126,4 @@ def test_the_record_says_promise_reason_and_numbers(golden, promises, stated):
     [pair] = record["compared"]
     assert (pair["base_loops"], pair["num_loops"], pair["is_identical"]) == (1, 1, True)
     assert len(pair["layers"]) == 6
-    assert pair["layers"][2].keys() == {"layer", "visit", "max_abs_difference", "base_rms"}
+    assert pair["layers"][2].keys() == {"layer", "loop_idx", "max_abs_difference", "base_rms"}

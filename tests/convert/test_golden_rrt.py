@@ -93,7 +93,7 @@ def test_the_tied_weights_and_their_logits(golden, selection):
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_products_of_rank_4(golden, relaxed, facts, selection):
     rank = facts["rank_with_products"]
-    deltas = relaxed(selection, rank).model.visit_deltas
+    deltas = relaxed(selection, rank).model.loop_lora
     for layer in range(NUM_LAYERS):
         for module, (sublayer, name) in MODULES.items():
             pair = deltas.sublayers[2 * (layer % TIED) + sublayer].get_submodule(name)
@@ -105,7 +105,7 @@ def test_products_of_rank_4(golden, relaxed, facts, selection):
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_singular_values(golden, relaxed, selection):
     """Norms of the columns of `up` are the singular values: `down` is orthonormal."""
-    deltas = relaxed(selection, "full").model.visit_deltas
+    deltas = relaxed(selection, "full").model.loop_lora
     compared = 0
     for layer in range(NUM_LAYERS):
         for module, (sublayer, name) in MODULES.items():

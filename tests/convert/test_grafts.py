@@ -216,21 +216,21 @@ def test_gate_and_conditioning_of_a_looped_model_act(part):
 def test_a_normalised_model_gets_stored_differences(looped):
     config = elastic(looped, **conditioning(looped)).model.config
     is_normalised = looped.config.norm == "ngpt"
-    assert (config.modulation is None, config.visit_deltas is not None) == (
+    assert (config.modulation is None, config.loop_lora is not None) == (
         is_normalised,
         is_normalised,
     )
     if is_normalised:
-        assert config.visit_deltas.sets_by_loop == tuple(range(looped.config.max_loops))
+        assert config.loop_lora.sets_by_loop == tuple(range(looped.config.max_loops))
 
 
 def test_stored_differences_can_be_asked_for(llama):
     golden = open_golden("ouro")
-    model = elastic(golden, conditioning="visit_deltas", rank=3).model
+    model = elastic(golden, conditioning="loop_lora", rank=3).model
     x = golden.vectors["input_ids"]
     close(model(x, num_loops=4), golden.vectors["logits_k4"], 1e-4)
-    assert model.visit_deltas.sublayers[0].q_proj.down.shape[:2] == (4, 3)
-    assert torch.equal(model.visit_deltas.sublayers[0].norm[3], model.core_stack[0].norm.weight)
+    assert model.loop_lora.sublayers[0].q_proj.down.shape[:2] == (4, 3)
+    assert torch.equal(model.loop_lora.sublayers[0].norm[3], model.core_stack[0].norm.weight)
 
 
 def test_more_loops_than_the_base_was_trained_for_can_be_meant():
@@ -284,8 +284,8 @@ def test_a_dense_model_is_refused(llama):
 
 
 def test_options_of_modulation_have_no_effect_on_stored_differences():
-    with pytest.raises(ValueError, match="d_cond=8 has no effect with conditioning='visit_deltas'"):
-        read_options("elastic-fixed", {"conditioning": "visit_deltas", "d_cond": 8})
+    with pytest.raises(ValueError, match="d_cond=8 has no effect with conditioning='loop_lora'"):
+        read_options("elastic-fixed", {"conditioning": "loop_lora", "d_cond": 8})
     with pytest.raises(ValueError, match="d_cond=8 has no effect: the sublayers of this base"):
         elastic(open_golden("dory"), d_cond=8)
 

@@ -98,7 +98,7 @@ def test_bf16_weights_keep_their_exact_differences_in_float32(llama):
     )  # fmt: skip
     assert result.plan.promises == "close"
     dtypes = {name: p.dtype for name, p in result.model.named_parameters()}
-    assert dtypes["visit_deltas.sublayers.0.q_proj.up"] == torch.float32
+    assert dtypes["loop_lora.sublayers.0.q_proj.up"] == torch.float32
     assert dtypes["embedding.weight"] == torch.bfloat16
 
 
@@ -117,18 +117,18 @@ def test_training_later_deltas_never_reaches_one_loop(golden):
     model, x = convert(golden, "later-deltas").model, golden.vectors["input_ids"]
     before = model(x, num_loops=2)
     for pattern in ("state_update", ".up", ".norm"):
-        shake(model.visit_deltas if pattern != "state_update" else model, pattern)
+        shake(model.loop_lora if pattern != "state_update" else model, pattern)
     assert torch.equal(model(x, num_loops=1), golden.model()(x, num_loops=1))
     assert not torch.allclose(model(x, num_loops=2), before)
 
 
 def test_joint_deltas_have_a_set_of_their_own_for_the_first_pass(golden):
     model, x = convert(golden, "joint-deltas").model, golden.vectors["input_ids"]
-    assert model.config.visit_deltas.sets_by_loop == (0, 1)
+    assert model.config.loop_lora.sets_by_loop == (0, 1)
     before = model(x, num_loops=1)
-    model.visit_deltas.sublayers[0].q_proj.up[1] += 0.1
+    model.loop_lora.sublayers[0].q_proj.up[1] += 0.1
     assert torch.equal(model(x, num_loops=1), before)
-    model.visit_deltas.sublayers[0].q_proj.up[0] += 0.1
+    model.loop_lora.sublayers[0].q_proj.up[0] += 0.1
     assert not torch.equal(model(x, num_loops=1), before)
 
 
@@ -147,14 +147,14 @@ def test_a_later_pass_takes_the_given_share_at_first(llama, method, rate):
 
 def test_stored_norms_start_as_those_of_the_layers(golden):
     model = convert(golden, "joint-deltas").model
-    for sublayer, stored in zip(model.core_stack, model.visit_deltas.sublayers, strict=True):
+    for sublayer, stored in zip(model.core_stack, model.loop_lora.sublayers, strict=True):
         assert torch.equal(stored.norm, sublayer.norm.weight.expand(2, -1))
 
 
 def test_rank_and_tied_norms_say_what_is_stored(llama):
     model = convert(llama, "later-deltas", rank=3, norms="tied").model
-    assert model.visit_deltas.sublayers[0].q_proj.down.shape[1] == 3
-    assert model.visit_deltas.sublayers[0].norm is None
+    assert model.loop_lora.sublayers[0].q_proj.down.shape[1] == 3
+    assert model.loop_lora.sublayers[0].norm is None
 
 
 def test_a_rank_above_the_full_one_is_refused(llama):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, ModulationConfig
 from depthdial.convert.convert import retrofit
 from depthdial.convert.methods import MergeOptions
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
@@ -19,7 +19,7 @@ def elastic(*, sets=(0, 1), norms=True, norm="pre", **changes):
         vocab_size=31, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
         d_ff=24, max_context=16, max_loops=3, num_loops=2, init_std=0.3, norm=norm,
         loop=LoopConfig(update="delta", gate_bypass="first_only"),
-        visit_deltas=VisitDeltaConfig(rank=3, sets_by_loop=sets, norms=norms),
+        loop_lora=LoopLoraConfig(rank=3, sets_by_loop=sets, norms=norms),
     ).replace(**changes)  # fmt: skip
     model = LoopedLM(config)
     generator = torch.Generator().manual_seed(1)
@@ -40,7 +40,7 @@ def merged(model):
 def test_the_dense_model_is_the_first_pass(sets, norm, norms):
     model = elastic(sets=sets, norm=norm, norms=norms, qk_norm="rms")
     dense = merged(model)
-    assert dense.config.visit_deltas is None and dense.config.max_loops == 1
+    assert dense.config.loop_lora is None and dense.config.max_loops == 1
     assert dense.config.loop.update == "replace"
     with torch.no_grad():
         difference = dense(TOKENS, num_loops=1) - model(TOKENS, num_loops=1)
@@ -70,7 +70,7 @@ def test_the_differences_of_later_passes_are_left_behind():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"visit_deltas": None}, "has no visit_deltas"),
+        ({"loop_lora": None}, "has no loop_lora"),
         ({"loop.gate_bypass": "never"}, "goes through its gate"),
         ({"loop.injection": "add"}, "loop.injection='add' instead of 'none'"),
     ],
@@ -85,7 +85,7 @@ def test_a_sum_that_bf16_cannot_hold_is_kept_in_float32(tmp_path, are_pairs_wide
     """Rounded, it would not be the first pass. Pairs found by SVD are float32 themselves."""
     model = elastic()
     for name, parameter in model.named_parameters():
-        if not (are_pairs_wide and "visit_deltas" in name):
+        if not (are_pairs_wide and "loop_lora" in name):
             parameter.data = parameter.data.to(torch.bfloat16)
     save_model(model, tmp_path / "model")
     model = load_model(tmp_path / "model").eval()

@@ -96,9 +96,9 @@ def unrolled_sequence(model, num_loops):
     layers = len(model.core_stack) // 2
     plain = dense(layers * num_loops)
     for layer in range(layers):
-        for visit in range(num_loops):
+        for loop_idx in range(num_loops):
             for part in (0, 1):
-                place = 2 * (layer * num_loops + visit) + part
+                place = 2 * (layer * num_loops + loop_idx) + part
                 theirs = model.core_stack[2 * layer + part].state_dict()
                 plain.core_stack[place].load_state_dict(theirs)
     for name in ("embedding", "final_norm", "lm_head"):

@@ -222,16 +222,16 @@ def test_latencies_of_several_models_are_measured_in_turn(monkeypatch):
     from depthdial.eval import latency
 
     first, second = small_model(), small_model(max_loops=1, num_loops=1)
-    visited, decode = [], latency._decode_seconds
+    timed, decode = [], latency._decode_seconds
 
     def spy(model, num_loops, **lengths):
-        visited.append((model, num_loops))
+        timed.append((model, num_loops))
         return decode(model, num_loops, **lengths)
 
     monkeypatch.setattr(latency, "_decode_seconds", spy)
     sides = [(second, 1), (first, 1), (first, 3)]
     times = measure_latencies(sides, prompt_tokens=4, new_tokens=2, rounds=2)
-    assert visited == sides * 2
+    assert timed == sides * 2
     assert len(times) == 3 and all(0 < t.min_ms <= t.median_ms for t in times)
 
 

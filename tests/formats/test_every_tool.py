@@ -122,7 +122,7 @@ def test_an_imported_dense_model_is_converted_healed_and_measured_on_text(cli, t
     before = read_tensors(elastic / "model.safetensors")
     after = read_tensors(RunDir.open(run).latest_checkpoint().path / "model.safetensors")
     changed = {name.partition(".")[0] for name, t in before.items() if not t.equal(after[name])}
-    assert changed and changed <= {"state_update", "visit_deltas"}
+    assert changed and changed <= {"state_update", "loop_lora"}
     section = section_of(run)
     assert section["kind"] == "text" and 1 < section["documents"] < 12
     # <s> predicts the first token, and no end-of-text token is scored.

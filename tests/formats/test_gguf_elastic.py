@@ -38,7 +38,7 @@ def test_additions_on_later_passes_leave_one_loop_bit_identical_after_training(d
     elastic, new = result.model, set()
     with torch.no_grad():
         for name, parameter in elastic.named_parameters():
-            if name.startswith(("visit_deltas.", "state_update.")):
+            if name.startswith(("loop_lora.", "state_update.")):
                 parameter.add_(0.05 * torch.randn(parameter.shape))
                 new.add(name)
         one = elastic(TOKENS, num_loops=1)

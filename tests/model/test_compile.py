@@ -11,14 +11,14 @@ ELASTIC = {"update": "adaptive_delta"}
 DELTAS = {"rank": 2, "norms": True}
 CASES = {
     "one core": ({"loop": ELASTIC}, 1),
-    "differences of every visit": ({"visit_deltas": DELTAS | {"sets_by_loop": [0, 1, 0]}}, 1),
-    "a visit without differences": ({"visit_deltas": DELTAS | {"sets_by_loop": [-1, 0]}}, 2),
+    "differences of every loop": ({"loop_lora": DELTAS | {"sets_by_loop": [0, 1, 0]}}, 1),
+    "a loop without differences": ({"loop_lora": DELTAS | {"sets_by_loop": [-1, 0]}}, 2),
     "keys of the first loop": ({"loop": ELASTIC | {"cache_policy": "share_first"}}, 2),
     "keys of the first loop and own": ({"loop": ELASTIC | {"local_window": 3}}, 2),
     "equal segments": ({"segments": (2, 2, 2)}, 1),
     "unequal segments": ({"segments": (2, 4)}, 2),
     "segments with differences": (
-        {"segments": (2, 2, 2), "visit_deltas": DELTAS | {"sets_by_loop": [0, 1]}},
+        {"segments": (2, 2, 2), "loop_lora": DELTAS | {"sets_by_loop": [0, 1]}},
         1,
     ),
 }
@@ -34,7 +34,7 @@ def model_of(changes):
     model = LoopedLM(ModelConfig.from_dict(fields | changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "visit_deltas" in name:
+            if "loop_lora" in name:
                 generator = torch.Generator().manual_seed(len(name))
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model

@@ -11,7 +11,7 @@ from depthdial.model.count.flops import flops_per_token
 from depthdial.model.presets import preset
 
 
-def test_forward_flops_are_two_per_weight_and_visit():
+def test_forward_flops_are_two_per_weight_and_loop():
     flops = flops_per_token(small(), 3, context=9)
     attention, swiglu = 12 * 24 * 2 + 12 * 12 * 2, 3 * 12 * 20
     assert flops.prelude == flops.coda == 2 * (attention + swiglu)
@@ -22,11 +22,11 @@ def test_forward_flops_are_two_per_weight_and_visit():
 
 
 def test_attention_flops_are_those_of_the_mean_or_the_last_query():
-    visits, width = 1 + 3 * 2 + 1, 24
+    executed, width = 1 + 3 * 2 + 1, 24
     mean = flops_per_token(small(), 3, context=9)
     last = flops_per_token(small(), 3, context=9, position="last")
-    assert mean.attention == visits * 2 * 2 * width * 5
-    assert last.attention == visits * 2 * 2 * width * 9
+    assert mean.attention == executed * 2 * 2 * width * 5
+    assert last.attention == executed * 2 * 2 * width * 9
 
 
 def test_causal_mean_is_the_average_over_all_positions():
@@ -120,8 +120,8 @@ def test_loops_that_share_the_first_ones_keys_make_none(by):
 
 def test_shared_keys_spare_their_differences_too():
     deltas = {"rank": 3, "sets_by_loop": (0,)}
-    plain = flops_per_token(small(visit_deltas=deltas), 3, context=9)
-    shared = flops_per_token(small(visit_deltas=deltas), 3, context=9, policy="share_first")
+    plain = flops_per_token(small(loop_lora=deltas), 3, context=9)
+    shared = flops_per_token(small(loop_lora=deltas), 3, context=9, policy="share_first")
     thin = 2 * 3 * (12 + 12)
     assert plain.core - shared.core == 2 * (2 * 2 * (KEYS + thin))
 
@@ -136,7 +136,7 @@ def test_an_extra_pass_of_the_cache_is_a_pass_of_the_core():
 
 
 def test_stored_differences_are_counted_in_the_loops_that_have_some():
-    config = small(visit_deltas={"rank": 3, "sets_by_loop": (-1, 0)})
+    config = small(loop_lora={"rank": 3, "sets_by_loop": (-1, 0)})
     attention = (12 + 24) * 2 + (12 + 12) * 2
     swiglu = 3 * (12 + 20)
     added = 2 * 2 * 3 * (attention + swiglu)

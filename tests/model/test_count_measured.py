@@ -81,7 +81,7 @@ def executed_flops(
         {"loop": {"update": "adaptive_delta", "gate_bypass": "first_only"}},
         {"modulation": MODULATION, "tie_embeddings": True},
         {"loop": {"cache_policy": "share_first"}},
-        {"visit_deltas": {"rank": 2, "sets_by_loop": [-1, 0]}},
+        {"loop_lora": {"rank": 2, "sets_by_loop": [-1, 0]}},
         {"loop": {"local_window": 7}},
         {"layout": "AFSF", "sliding": {"window": 7}},
     ],

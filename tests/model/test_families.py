@@ -11,12 +11,12 @@ import torch
 from depthdial.cache.contiguous import LoopCache
 from depthdial.config import (
     LoopConfig,
+    LoopLoraConfig,
     ModelConfig,
     NGPTConfig,
     RopeScaling,
     SlidingConfig,
     TimeModulationConfig,
-    VisitDeltaConfig,
 )
 from depthdial.model import looped_lm
 from depthdial.model.count import count_parameters
@@ -60,16 +60,16 @@ VARIANTS = {
     "first loop's keys for all": {"loop.cache_policy": "share_first"},
     "damped": {"loop.update": "damped"},
     "anchored": {"loop.update": "anchored"},
-    "differences by visit": {
-        "visit_deltas": VisitDeltaConfig(rank=2, sets_by_loop=(-1, 0, 1), norms=True),
+    "differences by loop": {
+        "loop_lora": LoopLoraConfig(rank=2, sets_by_loop=(-1, 0, 1), norms=True),
     },
-    "norms by visit, sandwich": {
+    "norms by loop, sandwich": {
         "norm": "sandwich",
-        "visit_deltas": VisitDeltaConfig(rank=0, sets_by_loop=(0, 1), norms=True),
+        "loop_lora": LoopLoraConfig(rank=0, sets_by_loop=(0, 1), norms=True),
     },
-    "all norms by visit": {
+    "all norms by loop": {
         "qk_norm": "rms",
-        "visit_deltas": VisitDeltaConfig(rank=1, sets_by_loop=(0, 1), norms=True),
+        "loop_lora": LoopLoraConfig(rank=1, sets_by_loop=(0, 1), norms=True),
     },
     "biases everywhere": {"attention_bias": "qkvo", "ff_bias": True, "ff": "relu_squared"},
     "stretched rotation": {"rope_scaling": LLAMA3},
@@ -263,15 +263,15 @@ def test_a_position_without_a_learned_vector_is_refused():
 
 
 def test_zero_differences_are_the_tied_model_bit_for_bit():
-    model, x = LoopedLM(config_of("differences by visit")), tokens(2, 6)
+    model, x = LoopedLM(config_of("differences by loop")), tokens(2, 6)
     tied = LoopedLM(config_of("plain"))
     assert torch.equal(model(x, num_loops=3), tied(x, num_loops=3))
 
 
 def test_a_loop_without_a_set_ignores_the_differences():
-    model, x = model_of("differences by visit"), tokens(2, 6)
+    model, x = model_of("differences by loop"), tokens(2, 6)
     tied = LoopedLM(config_of("plain")).double()
-    own = {n: p for n, p in model.state_dict().items() if not n.startswith("visit_deltas")}
+    own = {n: p for n, p in model.state_dict().items() if not n.startswith("loop_lora")}
     tied.load_state_dict(own)
     assert torch.equal(model(x, num_loops=1), tied(x, num_loops=1))
     assert not torch.allclose(model(x, num_loops=2), tied(x, num_loops=2), atol=1e-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.config import LoopConfig, ModelConfig, ModulationConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, ModulationConfig
 from depthdial.engine.generate import generate
 from depthdial.model.looped_lm import LoopedLM
 
@@ -31,7 +31,7 @@ def tokens(batch=2, length=7):
 
 
 def unrolled(model, num_loops):
-    """The same sublayers in the order AABBCC, each visit written out."""
+    """The same sublayers in the order AABBCC, each loop written out."""
     plain = LoopedLM(config(segments=(), split=(0, 4 + 6 * num_loops, 0), max_loops=1))
     order = [model.prelude_stack[0], model.prelude_stack[1]]
     for first in (0, 2, 4):
@@ -84,17 +84,17 @@ def test_sharing_the_first_loops_keys_needs_no_cache():
 
 
 def test_stored_differences_follow_the_loop_within_each_segment():
-    deltas = VisitDeltaConfig(rank=2, sets_by_loop=(0, 1, 2))
-    model = LoopedLM(config(visit_deltas=deltas))
+    deltas = LoopLoraConfig(rank=2, sets_by_loop=(0, 1, 2))
+    model = LoopedLM(config(loop_lora=deltas))
     generator = torch.Generator().manual_seed(3)
-    for parameter in model.visit_deltas.parameters():
+    for parameter in model.loop_lora.parameters():
         parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    model.visit_deltas.sublayers[5].down_proj.up[1:] = 0.0
+    model.loop_lora.sublayers[5].down_proj.up[1:] = 0.0
     changed = model(tokens(), num_loops=2)
     # The last segment's second loop stores nothing for this matrix, its third is not run.
-    model.visit_deltas.sublayers[5].down_proj.down[1:] = 9.0
+    model.loop_lora.sublayers[5].down_proj.down[1:] = 9.0
     assert torch.equal(model(tokens(), num_loops=2), changed)
-    model.visit_deltas.sublayers[1].down_proj.up[1] = 0.0
+    model.loop_lora.sublayers[1].down_proj.up[1] = 0.0
     assert not torch.equal(model(tokens(), num_loops=2), changed)
 
 

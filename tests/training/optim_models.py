@@ -67,8 +67,8 @@ class StandIn(nn.Module):
         total = torch.zeros(())
         for name, parameter in self.named_parameters():
             weight = torch.randn(parameter.shape, generator=generator)
-            visits = num_loops if name.startswith("core_stack") else 1
-            total = total + visits * ((parameter * weight).sum() + 0.1 * parameter.square().sum())
+            uses = num_loops if name.startswith("core_stack") else 1
+            total = total + uses * ((parameter * weight).sum() + 0.1 * parameter.square().sum())
         return total
 
 

@@ -15,12 +15,12 @@ from depthdial.api.model import load_recipe
 from depthdial.config import (
     DepthConfig,
     LoopConfig,
+    LoopLoraConfig,
     ModelConfig,
     ModulationConfig,
     OptimConfig,
     Recipe,
     TimeModulationConfig,
-    VisitDeltaConfig,
 )
 from depthdial.data.text import prepare
 from depthdial.data.tokenizer import Tokenizer, train_bpe
@@ -73,7 +73,7 @@ def base(tmp_path_factory, tokenizer) -> Path:
         vocab_size=tokenizer.vocab_size + 7, d_model=16, split=(2, 2, 2), num_heads=2,
         num_kv_heads=2, head_dim=8, d_ff=16, max_context=32, num_loops=1, max_loops=3,
         tie_embeddings=True, loop=LoopConfig(gate_bypass="first_only"),
-        visit_deltas=VisitDeltaConfig(rank=2, sets_by_loop=(-1, 0)), trained_loops=(1,),
+        loop_lora=LoopLoraConfig(rank=2, sets_by_loop=(-1, 0)), trained_loops=(1,),
     )  # fmt: skip
     save_model(LoopedLM(config, seed=3).to(torch.bfloat16), folder)
     tokenizer.save(folder)
@@ -173,7 +173,7 @@ HEALING = {
     ),
     "objective": {"distill": {"weight": 0.5}, "trajectory": {}},
     "optim": OptimConfig(
-        lr=1e-2, freeze=("embedding.*", "prelude_stack.*"), lr_by_pattern={"visit_deltas.*": 2e-2}
+        lr=1e-2, freeze=("embedding.*", "prelude_stack.*"), lr_by_pattern={"loop_lora.*": 2e-2}
     ),
     "model.modulation": ELR,
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_a_distilled_run_resumes_bit_for_bit_and_notices_another_teacher(recipe,
     records = [r for r in RunDir.open(whole).read_metrics() if "train/loss" in r]
     assert all(r["train/distill"] >= 0 for r in records)
     assert any("train/consistency" in r for r in records)
-    assert all("lr/decayed:visit_deltas.*" in r for r in records)
+    assert all("lr/decayed:loop_lora.*" in r for r in records)
     frozen = weights(whole)
     for name, tensor in read_tensors(base / "model.safetensors").items():
         is_frozen = name.startswith(("embedding.", "prelude_stack."))
@@ -285,7 +285,7 @@ def test_another_function_of_later_loops_counts_them_as_untrained(recipe, tmp_pa
     [
         ({"model.d_ff": 32}, r"model\.d_ff=32, but train\.init=.* has 16.*depthdial convert"),
         ({"model.loop.gate_bypass": "never"}, "model.loop.gate_bypass='never'"),
-        ({"model.visit_deltas": None}, "model.visit_deltas=None"),
+        ({"model.loop_lora": None}, "model.loop_lora=None"),
         ({"model.modulation": TimeModulationConfig(kind="time_step")}, "cannot be added"),
         ({"optim.freeze": ["core_stak.*"]}, "matches none"),
         ({"optim.freeze": ["modulation.*"]}, "matches none"),

@@ -94,10 +94,10 @@ def test_b33_only_block_matrices_are_in_muon():
         ("state_projection.weight", (8, 8), "undecayed"),
         ("exit_gate.norm.weight", (8,), "undecayed"),
         ("exit_gate.linear.weight", (1, 8), "undecayed"),
-        ("visit_deltas.sublayers.0.q_proj.down", (2, 4, 8), "decayed"),
-        ("visit_deltas.sublayers.0.q_proj.up", (2, 8, 4), "decayed"),
-        ("visit_deltas.sublayers.0.norm", (2, 8), "undecayed"),
-        ("visit_deltas.sublayers.0.post_norm", (2, 8), "undecayed"),
+        ("loop_lora.sublayers.0.q_proj.down", (2, 4, 8), "decayed"),
+        ("loop_lora.sublayers.0.q_proj.up", (2, 8, 4), "decayed"),
+        ("loop_lora.sublayers.0.norm", (2, 8), "undecayed"),
+        ("loop_lora.sublayers.0.post_norm", (2, 8), "undecayed"),
     ],
 )
 def test_b33_group_of_each_kind_of_parameter(name, shape, group):
@@ -112,7 +112,7 @@ def test_b33_group_of_each_kind_of_parameter(name, shape, group):
         ("core_stack.0.mixer.experts.weight", (4, 8, 8)),
         ("old_core_stack.0.mixer.q_proj.weight", (8, 8)),
         ("core_stack.0.mixer.router.weight", (4, 8)),
-        ("visit_deltas.sublayers.0.scale", (2, 8)),
+        ("loop_lora.sublayers.0.scale", (2, 8)),
         ("final_norm.bias", (8,)),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthdial.config import LoopConfig, ModelConfig, OptimConfig, VisitDeltaConfig
+from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, OptimConfig
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.optim import Optimizers
 from depthdial.training.patterns import check_patterns, freeze_parameters, lr_pattern
@@ -16,7 +16,7 @@ def model(**changes) -> LoopedLM:
         vocab_size=32, d_model=16, split=(2, 2, 2), num_heads=2, num_kv_heads=1, head_dim=8,
         d_ff=24, max_context=16, max_loops=3, tie_embeddings=True,
         loop=LoopConfig(gate_bypass="first_only"),
-        visit_deltas=VisitDeltaConfig(rank=2, sets_by_loop=(-1, 0), norms=True),
+        loop_lora=LoopLoraConfig(rank=2, sets_by_loop=(-1, 0), norms=True),
     )  # fmt: skip
     return LoopedLM(config.replace(**changes))
 
@@ -49,7 +49,7 @@ def test_frozen_tensors_are_bit_equal_after_training_and_have_no_state(optimizer
     for _ in range(3):
         assert step(graft, optimizers, num_loops=3) > 0
     trained = {name for name, p in graft.named_parameters() if p.requires_grad}
-    assert trained and all(n.startswith(("visit_deltas", "state_update")) for n in trained)
+    assert trained and all(n.startswith(("loop_lora", "state_update")) for n in trained)
     for name, tensor in graft.state_dict().items():
         assert torch.equal(tensor, before[name]) == (name not in trained), name
     assert {n.split(".", 1)[1].rsplit(".", 1)[0] for n in optimizers.state_tensors()} == trained
@@ -85,7 +85,7 @@ def test_b33_a_bypassed_rate_takes_a_step_of_gradient_zero():
 
 def test_b33_a_pattern_rate_holds_for_exactly_the_parameters_it_matches():
     config = OptimConfig(
-        lr=1e-2, adamw_lr=3e-3, lr_by_pattern={"visit_deltas.*": 2e-2, "core_stack.*": 5e-3}
+        lr=1e-2, adamw_lr=3e-3, lr_by_pattern={"loop_lora.*": 2e-2, "core_stack.*": 5e-3}
     )
     optimizers = Optimizers(model(), config)
     optimizers.set_lr_scale(0.5)

@@ -32,7 +32,7 @@ DENSE = {
     "max_loops": 1,
     "prelude_norm": False,
     "modulation": None,
-    "visit_deltas": None,
+    "loop_lora": None,
     "segments": [],
     "exit_gate": "none",
     "loop.update": "replace",

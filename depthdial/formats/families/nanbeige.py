@@ -1,7 +1,7 @@
 """Nanbeige4.2 (arXiv 2608.13987): the whole stack loops twice, the final norm ends every pass.
 
 Its LoopSplit switch loops m middle layers (L + m) / m times instead, which for L layers in all
-makes 2 L visits.
+executes 2 L layers.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class FlopsPerToken:
     gate: int
     """Injection and state update: their matrices, once per loop."""
     modulation: int
-    """Low-rank path of every visited core and coda sublayer."""
+    """Low-rank path of every executed core and coda sublayer."""
     head: int
 
     @property
@@ -78,7 +78,7 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """Floating-point operations per token of a forward, or of forward and backward.
 
-        2 * (weights of each matrix, times its visits) + 4 * H * C * (sum of S over all attention)
+        2 * (weights of each matrix, times its uses) + 4 * H * C * (sum of S over all attention)
 
     S is the number of tokens a query attends to: at most the window, where a layer has one. Loops
     that share the first one's keys make none; loops that mix them with their own attend twice. The
@@ -114,7 +114,7 @@ def flops_per_token(
         coda=per_weight * (block_matrices(config, config.coda_layout) + state_projection(config)),
         attention=per_key * _attended(config, passes, context=context, position=position),
         gate=per_weight * len(passes) * per_pass,
-        modulation=per_weight * _low_rank_visits(config, len(passes)),
+        modulation=per_weight * _low_rank_weights(config, len(passes)),
         head=per_weight * config.vocab_size * config.d_model,
     )
 
@@ -134,7 +134,7 @@ class CorePass(NamedTuple):
 def _passes(config: ModelConfig, num_loops: int, policy: CachePolicy | None) -> list[CorePass]:
     """All passes of one forward; the extra one of a cache is like the first."""
     kept = cache_rule(policy or config.loop.cache_policy, config).kept
-    deltas, mixes = config.visit_deltas, config.loop.local_window is not None
+    deltas, mixes = config.loop_lora, config.loop.local_window is not None
     passes = [
         CorePass(
             makes_keys=loop_idx == 0 or kept != "shared",
@@ -147,19 +147,19 @@ def _passes(config: ModelConfig, num_loops: int, policy: CachePolicy | None) -> 
 
 
 def _core_weights(config: ModelConfig, passes: Sequence[CorePass]) -> int:
-    """Weights of the core's matrices times their visits, low-rank differences included."""
-    rank = 0 if config.visit_deltas is None else config.visit_deltas.rank
+    """Weights of the core's matrices times their uses, low-rank differences included."""
+    rank = 0 if config.loop_lora is None else config.loop_lora.rank
     shapes = [
         (name, inputs, outputs)
         for letter in config.core_layout
         for name, (inputs, outputs) in linear_shapes(config, letter, is_core=True).items()
     ]
     total = 0
-    for kind, visits in Counter(passes).items():
+    for kind, num_passes in Counter(passes).items():
         for name, inputs, outputs in shapes:
             if kind.makes_keys or name not in ("k_proj", "v_proj"):
-                total += visits * inputs * outputs
-                total += visits * rank * (inputs + outputs) if kind.has_deltas else 0
+                total += num_passes * inputs * outputs
+                total += num_passes * rank * (inputs + outputs) if kind.has_deltas else 0
     return total
 
 
@@ -184,8 +184,8 @@ def _attended(
     return reach(config.prelude_layout + config.coda_layout) + len(passes) * reach(core) + own
 
 
-def _low_rank_visits(config: ModelConfig, num_passes: int) -> int:
-    """Weights of the low-rank pairs, times their visits; the prelude has none."""
+def _low_rank_weights(config: ModelConfig, num_passes: int) -> int:
+    """Weights of the low-rank pairs, times the loops that run them; the prelude has none."""
     if not isinstance(config.modulation, ModulationConfig):
         return 0
     _, core, coda = config.split

@@ -35,8 +35,8 @@ class ParameterCount:
     final_norm: int
     head: int
     """0 when the embedding matrix is the head."""
-    visit_deltas: int = 0
-    """Stored differences between the visits of the core."""
+    loop_lora: int = 0
+    """Stored low-rank differences between the loops of the core."""
     exit_gate: int = 0
 
     @property
@@ -78,7 +78,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         modulation=_modulation(config),
         final_norm=0 if config.final_norm == "none" else d_model,
         head=head + (config.vocab_size if config.ngpt is not None else 0),
-        visit_deltas=_visit_deltas(config),
+        loop_lora=_loop_lora(config),
         exit_gate=_exit_gate(config),
     )
 
@@ -135,8 +135,8 @@ def state_projection(config: ModelConfig) -> int:
 
 def low_rank_set(config: ModelConfig) -> int:
     """Weights of one set of low-rank differences of the core."""
-    assert config.visit_deltas is not None
-    return config.visit_deltas.rank * sum(
+    assert config.loop_lora is not None
+    return config.loop_lora.rank * sum(
         inputs + outputs
         for letter in config.core_layout
         for inputs, outputs in linear_shapes(config, letter, is_core=True).values()
@@ -201,15 +201,15 @@ def _exit_gate(config: ModelConfig) -> int:
     return 0 if config.exit_gate == "none" else norm + config.d_model + 1
 
 
-def _visit_deltas(config: ModelConfig) -> int:
+def _loop_lora(config: ModelConfig) -> int:
     """Low-rank pairs and norm gains of every set."""
-    if config.visit_deltas is None:
+    if config.loop_lora is None:
         return 0
-    has_gains = config.visit_deltas.norms and config.ngpt is None
+    has_gains = config.loop_lora.norms and config.ngpt is None
     gains = len(config.core_layout) * _norms(config) if has_gains else 0
     if has_gains and config.qk_norm == "rms":
         gains += num_attention(config.core_layout) * 2 * config.head_dim
-    return config.visit_deltas.num_sets * (low_rank_set(config) + gains)
+    return config.loop_lora.num_sets * (low_rank_set(config) + gains)
 
 
 def _modulation(config: ModelConfig) -> int:
