@@ -23,8 +23,7 @@ def run_recipe(path: str | Path) -> Recipe | None:
 
 def model_folder(path_or_id: str | Path) -> Path:
     """The model directory that a path or hub id stands for; see `load`."""
-    from depthdial.training.run_dir import CHECKPOINT_NAME, RunDir
-    from depthdial.training.sealed_folder import problem_of
+    from depthdial.training.run_dir import CHECKPOINT_NAME, RunDir, problem_of
 
     path = Path(path_or_id)
     if not path.exists():

@@ -20,7 +20,7 @@ from depthdial.formats.text.files import CARRIED_FILES
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.patterns import check_patterns, freeze_parameters
-from depthdial.training.sealed_folder import LICENCE_NAMES, file_sha256
+from depthdial.training.run_dir import LICENCE_NAMES, file_sha256
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"

@@ -2,13 +2,15 @@
 
     config.json, provenance.json, metrics.jsonl, checkpoints/step_N/ (with manifest.json)
 
-Here lives how these files get onto the disk and which checkpoint may be trusted; what a
-checkpoint holds is written by the caller; see also `sealed_folder.py` and `provenance.py`.
-`step` counts finished optimizer steps: checkpoint and metrics line N stand after N steps.
+Here lives how these files get onto the disk and which checkpoint may be trusted: its manifest,
+written last, has the size and SHA-256 of every file. What a checkpoint holds is written by the
+caller; provenance is collected in `provenance.py`. `step` counts finished optimizer steps:
+checkpoint and metrics line N stand after N steps.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -21,12 +23,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from depthdial.config import StrictConfig
-from depthdial.training.sealed_folder import fsync_path, problem_of, seal, write_whole
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 UNFINISHED_NAME = re.compile(r"\.step_(\d+)\.tmp")
 REPLACED_NAME = re.compile(r"\.step_(\d+)\.old")
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+# Formats that cannot carry code; anything else (pickles above all) is refused. `.model` is the
+# piece table of a tokenizer.
+ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
+LICENCE_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -321,6 +328,103 @@ class RunDir:
         unfinished = [p for _, p in self._candidates() if UNFINISHED_NAME.fullmatch(p.name)]
         for path in earlier[keep - 1 :] + unfinished:
             shutil.rmtree(path)
+
+
+def seal(folder: Path, *, step: int) -> None:
+    """Force every file to disk and write the manifest last.
+
+    Raises: ValueError if the folder is empty or holds a link or a file of another kind.
+    """
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    for path in files:
+        if not is_allowed(path) or path.is_symlink():
+            raise ValueError(
+                f"checkpoint step_{step}: '{path.name}' is not allowed; it holds "
+                f"regular files of the kinds {', '.join(ALLOWED_SUFFIXES)}, and licences."
+            )
+    if not files or folder / MANIFEST in files:
+        raise ValueError(
+            f"checkpoint step_{step}: its writer left {len(files)} files; expected at least one, "
+            f"and none named {MANIFEST}."
+        )
+    entries = {}
+    for path in files:
+        fsync_path(path)
+        entries[path.relative_to(folder).as_posix()] = {
+            "bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+        }
+    manifest = {"manifest_version": MANIFEST_VERSION, "step": step, "files": entries}
+    write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
+        fsync_path(path)
+
+
+def is_allowed(path: Path) -> bool:
+    """Whether a file of this name may be in a checkpoint."""
+    return path.suffix in ALLOWED_SUFFIXES or LICENCE_NAMES.fullmatch(path.name) is not None
+
+
+def problem_of(folder: Path, *, step: int) -> str | None:
+    """Why a sealed folder cannot be trusted, or None. Reads every byte."""
+    manifest_path = folder / MANIFEST
+    if not manifest_path.is_file():
+        return f"it has no {MANIFEST}"
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        version, listed_step, files = (
+            manifest["manifest_version"], manifest["step"], manifest["files"]
+        )  # fmt: skip
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    if version != MANIFEST_VERSION:
+        return f"its manifest_version is {version}, this program reads {MANIFEST_VERSION}"
+    if listed_step != step or not expected:
+        return f"its {MANIFEST} is of step {listed_step} and lists {len(expected)} files"
+    for name, (num_bytes, digest) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"'{name}' is missing"
+        if path.stat().st_size != num_bytes:
+            return f"'{name}' has {path.stat().st_size} bytes instead of {num_bytes}"
+        if file_sha256(path) != digest:
+            return f"the contents of '{name}' changed (SHA-256 differs)"
+    return None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file so that a crash leaves the old or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_synced(temporary, text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_path(path.parent)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a text file and force it to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file or a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json_line(values: dict[str, Any], *, indent: int | None = None) -> str:

@@ -9,8 +9,7 @@ from published import add_tokenizer, copy_golden, edit_json, hashes
 from depthdial.formats.hf_export import export_hf
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
 from depthdial.formats.new_folder import TRAINING_FILES, named_in_errors, new_folder
-from depthdial.training.run_dir import RunDir
-from depthdial.training.sealed_folder import MANIFEST
+from depthdial.training.run_dir import MANIFEST, RunDir
 
 
 @pytest.mark.parametrize("place", [".", "", "..", "/"])
