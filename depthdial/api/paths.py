@@ -9,7 +9,7 @@ import difflib
 from pathlib import Path
 
 from depthdial.config import Recipe
-from depthdial.formats.hub import HUB_ID, fetch
+from depthdial.model.folder import HUB_ID, fetch
 
 
 def run_recipe(path: str | Path) -> Recipe | None:

@@ -88,8 +88,8 @@ def run_inspect(options: Options) -> int:
 def _inspect(path: str) -> Inspection:
     """A run or model folder of ours, or a published checkpoint."""
     from depthdial.api.paths import model_folder
-    from depthdial.formats.hub import local_source
     from depthdial.formats.inspection import inspect_model_folder, inspect_source
+    from depthdial.model.folder import local_source
 
     found = local_source(path)
     if (found / "checkpoints").is_dir():

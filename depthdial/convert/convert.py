@@ -51,9 +51,8 @@ from depthdial.convert.tying import anchored, damped, loop_window, tie_layers
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from depthdial.formats.import_export import copy_licences
 from depthdial.formats.new_folder import new_folder
-from depthdial.formats.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, hash_files
-from depthdial.formats.text.files import copy_files
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, save_model
+from depthdial.model.folder import ORIGIN_FILE, ORIGIN_TENSORS_FILE, copy_files, hash_files
 from depthdial.model.init_weights import init_weights
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.report.core_choice import window_png

@@ -21,7 +21,6 @@ from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tok
 from depthdial.formats.import_export import ExportReport, copy_licences
 from depthdial.formats.model_card import CARD_FILE, write_card
 from depthdial.formats.new_folder import new_folder
-from depthdial.formats.origin import Origin
 from depthdial.formats.source_folder import check_specs
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
 from depthdial.formats.text.tokens import export_tokens
@@ -32,6 +31,7 @@ from depthdial.model.checkpoint import (
     read_tensors,
     write_tensors,
 )
+from depthdial.model.folder import Origin
 
 FORMAT = "hf"
 """Name of this format on the command line."""

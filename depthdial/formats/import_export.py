@@ -30,10 +30,8 @@ from depthdial.formats.families.registry import (
     rules_to_export,
 )
 from depthdial.formats.gguf.files import GgufFile
-from depthdial.formats.hub import local_source
 from depthdial.formats.model_card import CARD_FILE, loading_code, write_card
 from depthdial.formats.new_folder import new_folder
-from depthdial.formats.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, Origin, hash_file
 from depthdial.formats.source_folder import OpenedSource, open_source, text_folder
 from depthdial.formats.tensors.files import (
     INDEX_FILE,
@@ -44,10 +42,17 @@ from depthdial.formats.tensors.files import (
     total_bytes,
     write_index,
 )
-from depthdial.formats.text.files import carried_files
 from depthdial.formats.text.tokens import TokenReport, export_tokens, import_tokens
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config, used_formats
 from depthdial.model.count import count_parameters
+from depthdial.model.folder import (
+    ORIGIN_FILE,
+    ORIGIN_TENSORS_FILE,
+    Origin,
+    carried_files,
+    hash_file,
+    local_source,
+)
 
 DTYPE_KEYS = ("torch_dtype", "dtype")
 """Under which published configs state the number format of their weights."""

@@ -15,12 +15,12 @@ from depthdial.config import ModelConfig
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from depthdial.formats.families.registry import Family, SourceConfig, detect, select_rules
 from depthdial.formats.gguf.files import GgufFile, find_gguf
-from depthdial.formats.origin import Origin
 from depthdial.formats.source_folder import open_source, read_source_config, text_folder
 from depthdial.formats.tensors.files import TensorFiles
 from depthdial.formats.text.files import find_template
 from depthdial.formats.text.tokens import TokenReport, read_tokens
 from depthdial.model.checkpoint import WEIGHTS_FILE, read_config
+from depthdial.model.folder import Origin
 from depthdial.model.tensor_header import DTYPE_NAMES
 
 TENSOR_PROBLEM = re.compile(r" (?=unknown tensor |missing tensor |\.\.\. and )")

@@ -16,8 +16,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from depthdial import __version__
 from depthdial.config import ModelConfig
-from depthdial.formats.origin import Origin
 from depthdial.model.count.parameters import count_parameters
+from depthdial.model.folder import Origin
 
 CARD_FILE = "README.md"
 SWEEP_FILE = "sweep.json"

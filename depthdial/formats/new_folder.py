@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from depthdial.formats.text.files import TEMPLATES_FOLDER
 from depthdial.model.checkpoint import CONFIG_FILE
+from depthdial.model.folder import TEMPLATES_FOLDER
 
 TRAINING_FILES = ("manifest.json", "metrics.jsonl", "provenance.json")
 """What a training run and its checkpoints hold, and no other model folder."""

@@ -7,26 +7,19 @@ grafts; anything else is a conversion, which `depthdial convert` makes and prove
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthdial.config import ModelConfig, ModulationConfig, Recipe, TimeModulationConfig
-from depthdial.formats.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE
-from depthdial.formats.text.files import CARRIED_FILES
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
+from depthdial.model.folder import companions, hash_file
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.patterns import check_patterns, freeze_parameters
-from depthdial.training.run_dir import LICENCE_NAMES, file_sha256
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
-TRAVELLING_FILES = (*CARRIED_FILES, ORIGIN_FILE, ORIGIN_TENSORS_FILE)
-"""Beside licences, what holds for a model whatever its weights become. What was measured on the
-weights of a folder (sweeps, the proof of a conversion) stays there: training makes it untrue."""
 FREE_KEYS = ("num_loops", "max_loops", "trained_loops", "modulation")
 FREE_LOOP_KEYS = ("cache_policy", "beyond_max_loops")
 """Keys of the recipe's model, and of its loop, that may differ from the folder's."""
@@ -152,7 +145,7 @@ def folder_facts(folder: str | Path) -> dict[str, Any]:
     Returns: name, sha256 of everything together, and that of each file.
     """
     files = {
-        path.name: file_sha256(path)
+        path.name: hash_file(path)
         for path in (Path(folder) / CONFIG_FILE, Path(folder) / WEIGHTS_FILE, *companions(folder))
     }
     whole = hashlib.sha256("".join(f"{n} {files[n]}\n" for n in sorted(files)).encode())
@@ -168,20 +161,6 @@ def check_facts(folder: str | Path, facts: dict[str, Any], *, role: str) -> None
             f"{facts['sha256'][:16]}..., now {found['sha256'][:16]}...). Restore it, or start a "
             "new run."
         )
-
-
-def companions(folder: str | Path) -> Iterator[Path]:
-    """Files that travel with a model: tokenizer, chat template, origin, licences; by name."""
-    for path in sorted(Path(folder).iterdir()):
-        is_licence = LICENCE_NAMES.fullmatch(path.name) is not None
-        if path.is_file() and (is_licence or path.name in TRAVELLING_FILES):
-            yield path
-
-
-def copy_companions(source: str | Path, destination: Path) -> None:
-    """Copy what travels with a model, byte for byte."""
-    for path in companions(source):
-        shutil.copyfile(path, destination / path.name)
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:

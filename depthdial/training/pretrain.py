@@ -20,6 +20,7 @@ from depthdial.data.packing import DataState, iterate_batches
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
 from depthdial.model.device import check_device
+from depthdial.model.folder import copy_companions
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.cost import step_flops
 from depthdial.training.depth_schedule import DepthSchedule
@@ -28,7 +29,6 @@ from depthdial.training.init_model import (
     STATE_FILE,
     check_facts,
     check_recipe_patterns,
-    copy_companions,
     first_model,
     folder_facts,
     in_own_memory,

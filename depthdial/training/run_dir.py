@@ -10,7 +10,6 @@ checkpoint and metrics line N stand after N steps.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from depthdial.config import StrictConfig
+from depthdial.model.folder import LICENCE_NAMES, hash_file
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
@@ -33,7 +33,6 @@ MANIFEST_VERSION = 1
 # Formats that cannot carry code; anything else (pickles above all) is refused. `.model` is the
 # piece table of a tokenizer.
 ALLOWED_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
-LICENCE_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -352,7 +351,7 @@ def seal(folder: Path, *, step: int) -> None:
         fsync_path(path)
         entries[path.relative_to(folder).as_posix()] = {
             "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
+            "sha256": hash_file(path),
         }
     manifest = {"manifest_version": MANIFEST_VERSION, "step": step, "files": entries}
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -388,7 +387,7 @@ def problem_of(folder: Path, *, step: int) -> str | None:
             return f"'{name}' is missing"
         if path.stat().st_size != num_bytes:
             return f"'{name}' has {path.stat().st_size} bytes instead of {num_bytes}"
-        if file_sha256(path) != digest:
+        if hash_file(path) != digest:
             return f"the contents of '{name}' changed (SHA-256 differs)"
     return None
 
@@ -419,12 +418,6 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _json_line(values: dict[str, Any], *, indent: int | None = None) -> str:

@@ -15,7 +15,7 @@ from published import add_tokenizer, copy_golden
 
 import depthdial
 from depthdial.formats.import_export import import_checkpoint
-from depthdial.formats.text.files import CARRIED_FILES
+from depthdial.model.folder import CARRIED_FILES
 
 HINT = "Cannot find a snapshot. Set 'HF_HUB_OFFLINE=0' as environment variable."
 

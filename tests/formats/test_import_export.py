@@ -18,9 +18,9 @@ from published import (
 )
 
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
-from depthdial.formats.origin import ORIGIN_TENSORS_FILE
 from depthdial.formats.tensors.files import TensorFiles
 from depthdial.model.checkpoint import load_model, save_model
+from depthdial.model.folder import ORIGIN_TENSORS_FILE
 from depthdial.model.looped_lm import LoopedLM
 
 CASES = {

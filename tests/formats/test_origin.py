@@ -10,8 +10,8 @@ from goldens import GOLDEN
 from published import WEIGHTS, add_tokenizer, copy_golden, edit_json, edit_tensors, hashes
 
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
-from depthdial.formats.origin import ORIGIN_FILE, ORIGIN_TENSORS_FILE, Origin
 from depthdial.formats.tensors.files import TensorFiles
+from depthdial.model.folder import ORIGIN_FILE, ORIGIN_TENSORS_FILE, Origin
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from published import TEMPLATE, add_tokenizer, copy_golden, edit_json, hashes
 
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
 from depthdial.formats.inspection import inspect_source
-from depthdial.formats.origin import Origin
 from depthdial.formats.text.files import chat_templates, find_template
+from depthdial.model.folder import Origin
 
 CONFIG, JINJA = "tokenizer_config.json", "chat_template.jinja"
 

@@ -1,44 +1,18 @@
-"""Which files a checkpoint keeps for text, and the chat templates in them.
+"""The chat templates of a checkpoint.
 
-What they say of special tokens is compared in `tokens.py`.
+What its files say of special tokens is compared in `tokens.py`; which files there are is in
+`model/folder.py`.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthdial.config.text_files import read_json_object, read_text
-from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-
-TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATES_FOLDER = "additional_chat_templates"
-TEMPLATE_KEY = "chat_template"
-OTHER_TOKENIZERS = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.tiktoken",
-    "qwen.tiktoken",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-)
-"""Formats of a tokenizer that is not read here."""
-CARRIED_FILES = (
-    TOKENIZER_FILE,
-    TOKENIZER_CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    TEMPLATE_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    *OTHER_TOKENIZERS,
-)
-"""Everything that published checkpoints keep beside their weights for text; further templates by
-name are in TEMPLATES_FOLDER."""
+from depthdial.data.tokenizer import TOKENIZER_CONFIG_FILE
+from depthdial.model.folder import TEMPLATE_FILE, TEMPLATE_KEY
 
 
 class Template(NamedTuple):
@@ -46,20 +20,6 @@ class Template(NamedTuple):
 
     where: str
     text: str
-
-
-def carried_files(folder: Path) -> list[str]:
-    """Names of the files for text that a folder has; links to regular files count."""
-    names = [name for name in CARRIED_FILES if (folder / name).is_file()]
-    templates = sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
-    return names + [f"{TEMPLATES_FOLDER}/{path.name}" for path in templates if path.is_file()]
-
-
-def copy_files(source: Path, destination: Path) -> None:
-    """Copy the files for text; links are followed."""
-    for name in carried_files(source):
-        (destination / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, destination / name)
 
 
 def find_template(folder: Path) -> str | None:

@@ -23,16 +23,16 @@ from depthdial.data.tokenizer import (
 )
 from depthdial.formats.new_folder import named_in_errors
 from depthdial.formats.text.files import (
-    OTHER_TOKENIZERS,
-    carried_files,
     chat_templates,
-    copy_files,
     object_or_none,
     other_templates,
 )
+from depthdial.model.folder import (
+    carried_files,
+    copy_files,
+    is_other_tokenizer,
+)
 
-CHANGED_FILES = (GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE)
-"""Files that an import may change."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 ROLES = ("bos", "eos", "pad")
 NO_ID = -1
@@ -179,7 +179,7 @@ def _tokenizer_of(folder: Path) -> tuple[Tokenizer | None, list[str]]:
                 f"{MAX_TOKENIZER_BYTES:,}. It is damaged."
             )
         return Tokenizer.from_file(path), []
-    others = [name for name in carried_files(folder) if name in OTHER_TOKENIZERS]
+    others = [name for name in carried_files(folder) if is_other_tokenizer(name)]
     why = f"only {', '.join(others)}" if others else "no tokenizer files"
     todo = (
         f"Make a {TOKENIZER_FILE} with transformers (AutoTokenizer.from_pretrained(...), then "
