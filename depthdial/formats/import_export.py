@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -288,11 +288,9 @@ def _mixed_formats(specs: Mapping[str, TensorSpec]) -> Iterator[str]:
 
 def _import_text(opened: OpenedSource, folder: Path) -> TokenReport:
     """Tokenizer files and what they say."""
-    with text_folder(opened) as (source, notes):
-        report = import_tokens(
-            source, folder, config=opened.values, vocab_size=opened.config.vocab_size
-        )
-    return replace(report, notes=notes or report.notes)
+    files = opened.files
+    with text_folder(files if isinstance(files, GgufFile) else opened.folder) as (source, _):
+        return import_tokens(source, folder, config=opened.values, facts=opened.tokens)
 
 
 def _files_read(opened: OpenedSource) -> list[str]:

@@ -6,25 +6,22 @@ are printed is in `cli/inspect.py`.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from depthdial.config import ModelConfig
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from depthdial.formats.families.registry import Family, SourceConfig, detect, select_rules
+from depthdial.formats.families.registry import Family, detect
 from depthdial.formats.gguf.files import GgufFile, find_gguf
+from depthdial.formats.reasons import reasons_of
 from depthdial.formats.source_folder import open_source, read_source_config, text_folder
 from depthdial.formats.tensors.files import TensorFiles
 from depthdial.formats.text.files import find_template
-from depthdial.formats.text.tokens import TokenReport, read_tokens
+from depthdial.formats.text.tokens import TokenReport
 from depthdial.model.checkpoint import WEIGHTS_FILE, read_config
 from depthdial.model.folder import Origin
 from depthdial.model.tensor_header import DTYPE_NAMES
-
-TENSOR_PROBLEM = re.compile(r" (?=unknown tensor |missing tensor |\.\.\. and )")
-"""Between the sentences of `select_rules`."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,11 @@ def inspect_source(path: Path) -> Inspection:
         return _closed(kind, None, [str(error)])
     try:
         opened = open_source(path)
-        with text_folder(opened) as (folder, notes):
-            tokens = read_tokens(folder, config=opened.values, vocab_size=opened.config.vocab_size)
-            text = _stated_text(folder, tokens)
     except (ValueError, FileNotFoundError) as error:
-        return _closed(kind, family, _problems(path, family, values) or [str(error)])
-    files = opened.files
+        return _closed(kind, family, reasons_of(error))
+    files, tokens = opened.files, opened.tokens
+    with text_folder(files if isinstance(files, GgufFile) else path) as (folder, _):
+        text = _stated_text(folder, tokens)
     return Inspection(
         kind=kind,
         family=family.name,
@@ -125,50 +121,14 @@ def inspect_source(path: Path) -> Inspection:
         text=text,
         problems=(),
         warnings=tokens.warnings,
-        notes=(*(notes or tokens.notes), *family.notes(opened.config, opened.values)),
+        notes=(*tokens.notes, *family.notes(opened.config, opened.values)),
     )
 
 
-class ListingConfig(SourceConfig):
-    """A source config that notes refused values and reads on as if they were allowed."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.problems: list[str] = []
-
-    def expect(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        """The value, or the first allowed one in its place."""
-        try:
-            return super().expect(key, *allowed, default=default)
-        except ValueError as error:
-            self.problems.append(str(error))
-            return allowed[0]
-
-
-def _closed(kind: str, family: Family | None, problems: list[str]) -> Inspection:
+def _closed(kind: str, family: Family | None, problems: Sequence[str]) -> Inspection:
     """A checkpoint that cannot be imported."""
     name, summary = (None, "") if family is None else (family.name, family.summary)
     return Inspection(kind, name, summary, None, (), None, None, tuple(problems), (), ())
-
-
-def _problems(path: Path, family: Family, values: dict[str, Any]) -> list[str]:
-    """Everything in the way of an import, where an import names the first thing."""
-    source, config = ListingConfig(values), None
-    try:
-        config = family.read(source)
-        problems = source.problems
-        problems += [f"config key '{key}' has no known meaning." for key in source.unused()]
-    except ValueError as error:
-        problems = source.problems + str(error).splitlines()
-    try:
-        files = TensorFiles(path) if find_gguf(path) is None else None
-        if config is not None and files is not None:
-            select_rules(family.rules(config, values), files.entries, unheld=files.unheld)
-    except FileNotFoundError as error:
-        problems.append(str(error))
-    except ValueError as error:
-        problems += TENSOR_PROBLEM.split(str(error))
-    return problems
 
 
 def _stated_text(folder: Path, tokens: TokenReport) -> TextFacts:

@@ -9,30 +9,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthdial.config import nearest_name
+from depthdial.formats.reasons import Reasons
 
 WITHOUT_EFFECT = (
+    "_attn_implementation",
     "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_flash_attn_2_enabled",
+    "_from_model_config",
     "_name_or_path",
     "architectures",
+    "attn_implementation",
     "auto_map",
     "bos_token_id",
     "dtype",
     "eos_token_id",
+    "gradient_checkpointing",
     "initializer_range",
     "is_llama_config",
+    "max_sequence_length",
     "model_type",
     "pad_token_id",
     "pretraining_tp",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "trust_remote_code",
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
 )
 """Keys of published configs that do not change the function computed by the weights: names of
-classes and versions, storage dtype, initial values, ids of special tokens (read with the
-tokenizer). A family may read them all the same."""
+classes and versions, storage dtype, initial values, implementations of one product, ids of special
+tokens (read with the tokenizer), the first Llama's `max_sequence_length`, which no code reads. A
+family may read them all the same."""
 LIBRARY_DEFAULTS = (
     "add_cross_attention",
     "bad_words_ids",
@@ -84,6 +95,8 @@ LIBRARY_DEFAULTS = (
 """Keys that transformers 4 and 5 write into every config that is dumped whole: outputs of a call,
 defaults of its text generation (read with the generation config), labels of other tasks. A decoder
 of the families here reads none of them."""
+EMPTY_DEFAULTS = ("pruned_heads",)
+"""Keys of such a dump that have no effect while they are empty."""
 
 MAX_CONTEXT = 2**24
 """Tokens of the longest context or window that is opened; far beyond any published model."""
@@ -94,19 +107,27 @@ MOST_LAYERS = 10_000
 class SourceConfig:
     """A dictionary of plain JSON values; every key must be read, and reading is by name.
 
-    WITHOUT_EFFECT and LIBRARY_DEFAULTS count as read.
+    WITHOUT_EFFECT, LIBRARY_DEFAULTS and empty EMPTY_DEFAULTS count as read.
 
     Args: values: the dictionary; where: dotted prefix of its keys in messages; called: what it is
-        called there.
+        called there; reasons: notes refused values, and reading goes on as if they were allowed,
+        so that one reading finds all of them. None: the first one raises.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], where: str = "", *, called: str = "the source config"
+        self,
+        values: Mapping[str, Any],
+        where: str = "",
+        *,
+        called: str = "the source config",
+        reasons: Reasons | None = None,
     ) -> None:
         self._values = values
         self._where = where
         self.called = called
+        self._reasons = reasons
         self._read = {*WITHOUT_EFFECT, *LIBRARY_DEFAULTS}
+        self._read.update(key for key in EMPTY_DEFAULTS if not values.get(key))
         self._sections: list[SourceConfig] = []
 
     def __contains__(self, key: str) -> bool:
@@ -116,6 +137,12 @@ class SourceConfig:
     def is_empty(self) -> bool:
         """Whether it has no key at all."""
         return not self._values
+
+    def refuse(self, message: str) -> None:
+        """Note a refused value. Raises: ValueError where nobody collects them."""
+        if self._reasons is None:
+            raise ValueError(message)
+        self._reasons.add(message)
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value, or the default where the key is absent."""
@@ -149,10 +176,14 @@ class SourceConfig:
         value = default if value is None else value
         # bool is an int in Python, and True would pass for one loop.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
+            message = (
                 f"'{self._where}{key}' is {value!r} in {self.called}; it must be a positive "
                 "whole number."
             )
+            if default is None:
+                raise ValueError(message)
+            self.refuse(message)
+            return default
         return value
 
     def window(self, key: str, default: int | None = None) -> int:
@@ -170,9 +201,13 @@ class SourceConfig:
         value = self.need(key) if default is None else self.take(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(
+            message = (
                 f"'{self._where}{key}' is {value!r} in {self.called}; it must be a positive number."
             )
+            if default is None:
+                raise ValueError(message)
+            self.refuse(message)
+            return default
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -180,7 +215,9 @@ class SourceConfig:
         value = self.take(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ValueError(f"'{self._where}{key}' is {value!r} in {self.called}, not a bool.")
+            message = f"'{self._where}{key}' is {value!r} in {self.called}, not a bool."
+            self.refuse(message)
+            return default
         return value
 
     def expect(self, key: str, *allowed: Any, default: Any = None) -> Any:
@@ -195,10 +232,12 @@ class SourceConfig:
             if value == candidate and isinstance(value, bool) == isinstance(candidate, bool):
                 return value
         shown = " or ".join(repr(candidate) for candidate in allowed)
-        raise ValueError(
+        message = (
             f"{self.called} has '{self._where}{key}' = {value!r}, which this runtime cannot "
             f"do; it can do {shown}."
         )
+        self.refuse(message)
+        return allowed[0]
 
     def ignore(self, *keys: str) -> None:
         """Mark further keys without effect on the function as read."""
@@ -213,8 +252,11 @@ class SourceConfig:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise ValueError(f"'{self._where}{key}' is {value!r}, not a group of keys.")
-        inner = SourceConfig(value, f"{self._where}{key}.", called=self.called)
+            self.refuse(f"'{self._where}{key}' is {value!r}, not a group of keys.")
+            return None
+        inner = SourceConfig(
+            value, f"{self._where}{key}.", called=self.called, reasons=self._reasons
+        )
         self._sections.append(inner)
         return inner
 
@@ -229,8 +271,8 @@ class SourceConfig:
         unread = [f"'{key}'.{_nearest(key, known)}" for key in self.unused()]
         if unread:
             raise ValueError(
-                f"{len(unread)} keys of {self.called} have no known meaning, so the model "
-                "would not be the published one: " + " ".join(unread)
+                f"{self.called} has keys without a known meaning, so the model would not be the "
+                "published one: " + " ".join(unread)
             )
 
     def _known(self) -> set[str]:

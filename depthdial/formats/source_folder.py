@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,8 +29,10 @@ from depthdial.formats.families.registry import (
 from depthdial.formats.gguf.files import GgufFile, find_gguf
 from depthdial.formats.gguf.tokens import write_tokenizer
 from depthdial.formats.new_folder import named_in_errors
+from depthdial.formats.reasons import Reasons
 from depthdial.formats.source_config import MAX_CONTEXT
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
+from depthdial.formats.text.tokens import TokenReport, read_tokens
 from depthdial.model.checkpoint import CONFIG_FILE, empty_model
 from depthdial.model.count import count_parameters
 
@@ -47,6 +49,7 @@ class OpenedSource:
         folder: that its files are in.
         values: its config.json, or what the header of a GGUF file says in its place. config: ours.
         rules: the rules of the tensors that it has. specs: our tensors.
+        tokens: what its files say of text.
     """
 
     folder: Path
@@ -56,12 +59,13 @@ class OpenedSource:
     files: TensorFiles | GgufFile
     rules: tuple[TensorRule, ...]
     specs: dict[str, TensorSpec]
+    tokens: TokenReport
 
 
 def open_source(
     path: Path, *, family: str | None = None, dtype: torch.dtype | None = None
 ) -> OpenedSource:
-    """Read config and headers of a published checkpoint; no weights.
+    """Read config, headers and tokenizer of a published checkpoint; no weights.
 
     Args:
         path: folder with config.json and safetensors, or a .gguf file or a folder with one.
@@ -69,7 +73,7 @@ def open_source(
         dtype: of the tensors read from GGUF; None for float32. A folder's own is kept.
 
     Raises: FileNotFoundError; ValueError naming what is damaged, unknown, missing or beyond this
-        runtime, or an option without effect.
+        runtime, or an option without effect; `Refused` where it is several things.
     """
     gguf = find_gguf(path)
     if gguf is not None:
@@ -83,31 +87,57 @@ def open_source(
                 "keep their format. Leave it out."
             )
         values = read_source_config(path)
-    known, config = read_family(values, family=family)
-    files = TensorFiles(path) if gguf is None else header_only
-    folder = files.folder
+    if values.get("model_type") == ModelConfig.model_fields["model_type"].default:
+        raise ValueError("this is a model folder of depthdial already; open it as it is.")
+    known = detect(values) if family is None else family_named(family)
+    reasons = Reasons()
+    config = files = tokens = None
+    rules: list[TensorRule] = []
+    specs: dict[str, TensorSpec] = {}
+    with reasons.collect():
+        config = read_family(values, known, reasons)
+    with reasons.collect():
+        files = TensorFiles(path) if gguf is None else header_only
+    if config is not None and files is not None:
+        with reasons.collect():
+            rules = _rules_of(config, known, values, files)
+            specs = our_specs(rules, files.shape_only)
+            check_specs(config, specs)
+    vocab_size = None if config is None else config.vocab_size
+    with reasons.collect(), text_folder(path if gguf is None else header_only) as (folder, notes):
+        tokens = read_tokens(folder, config=values, vocab_size=vocab_size)
+        tokens = replace(tokens, notes=notes or tokens.notes)
+    reasons.raise_if_any()
+    assert config is not None and files is not None and tokens is not None
+    return OpenedSource(files.folder, known, values, config, files, tuple(rules), specs, tokens)
+
+
+def _rules_of(
+    config: ModelConfig, known: Family, values: dict[str, Any], files: TensorFiles | GgufFile
+) -> list[TensorRule]:
+    """The rules of the tensors that the files hold.
+
+    Raises: Refused; ValueError for a config that asks for far more than they hold.
+    """
     wanted = count_parameters(config).total
     # A little too few is a missing tensor, which the rules name.
     if wanted > 2 * files.num_values:
         raise ValueError(
-            f"the config asks for {wanted:,} parameters, but the files of {folder} hold "
+            f"the config asks for {wanted:,} parameters, but the files of {files.folder} hold "
             f"{files.num_values:,} numbers. Config and weights must come from the same checkpoint."
         )
     unheld = files.unheld if isinstance(files, TensorFiles) else {}
-    rules = select_rules(known.rules(config, values), files.entries, unheld=unheld)
-    specs = our_specs(rules, files.shape_only)
-    check_specs(config, specs)
-    return OpenedSource(folder, known, values, config, files, tuple(rules), specs)
+    return select_rules(known.rules(config, values), files.entries, unheld=unheld)
 
 
 @contextmanager
-def text_folder(opened: OpenedSource) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def text_folder(source: Path | GgufFile) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """The folder with the tokenizer files, and notes on it; a GGUF's tokenizer is written first."""
-    if not isinstance(opened.files, GgufFile):
-        yield opened.folder, ()
+    if isinstance(source, Path):
+        yield source, ()
         return
-    with TemporaryDirectory() as staged, named_in_errors(Path(staged), opened.files.path):
-        yield Path(staged), write_tokenizer(opened.files.header, Path(staged))
+    with TemporaryDirectory() as staged, named_in_errors(Path(staged), source.path):
+        yield Path(staged), write_tokenizer(source.header, Path(staged))
 
 
 def read_source_config(folder: Path) -> dict[str, Any]:
@@ -132,17 +162,17 @@ def read_source_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def read_family(values: dict[str, Any], *, family: str | None = None) -> tuple[Family, ModelConfig]:
-    """Family and config of ours, every key of the source read.
+def read_family(values: dict[str, Any], known: Family, reasons: Reasons) -> ModelConfig:
+    """Config of ours from one of a family, every key of it read.
 
-    Raises: ValueError for an unknown family or key, or a value that this runtime cannot do.
+    What is refused goes into `reasons`, and the value that this runtime can do takes its place.
+
+    Raises: ValueError for what leaves no config to read on with.
     """
-    if values.get("model_type") == ModelConfig.model_fields["model_type"].default:
-        raise ValueError("this is a model folder of depthdial already; open it as it is.")
-    known = detect(values) if family is None else family_named(family)
-    source = SourceConfig(values)
+    source = SourceConfig(values, reasons=reasons)
     config = known.read(source)
-    source.check_all_read()
+    with reasons.collect():
+        source.check_all_read()
     for name, value, limit in (
         ("max_loops", config.max_loops, MAX_LOOPS),
         ("max_context", config.max_context, MAX_CONTEXT),
@@ -150,7 +180,7 @@ def read_family(values: dict[str, Any], *, family: str | None = None) -> tuple[F
         # No size of a tensor would contradict these.
         if value > limit:
             raise _absurd(name, value, limit)
-    return known, config
+    return config
 
 
 def our_specs(rules: Iterable[TensorRule], shape_only: Get) -> dict[str, TensorSpec]:

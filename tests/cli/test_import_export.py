@@ -222,12 +222,21 @@ def test_inspect_lists_everything_in_the_way_of_an_import(cli, source):
         "It cannot be imported",
         "- the source config has 'hidden_act' = 'gelu'",
         "- the source config has 'use_sliding_window' = True",
-        "- config key 'mystery' has no known meaning",
+        "- the source config has keys without a known meaning",
+        "'mystery'",
         "- missing tensor 'model.norm.weight'",
         "- unknown tensor 'model.norms.weight'",
     ):
         assert part in words(out), part
     assert "Open it" not in err
+
+
+def test_f05_import_prints_every_reason_on_a_line_of_its_own(cli, source, tmp_path):
+    edit_json(source / "config.json", hidden_act="gelu", mystery=1)
+    code, _, err = cli("import", source, tmp_path / "model")
+    first, act, key = err.splitlines()
+    assert code == 1 and first == "error: 2 things are in the way:"
+    assert act.startswith("- the source config has 'hidden_act'") and "'mystery'" in key
 
 
 def test_inspect_lists_a_contradicting_tokenizer(cli, source):

@@ -6,6 +6,7 @@ Each family's own file says what it adds. One block of theirs is two sublayers o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -45,7 +46,7 @@ def read_rope(source: SourceConfig, *, default_theta: float = 10_000.0) -> dict[
     for where, place in places.items():
         fraction = place.number("partial_rotary_factor", 1.0)
         if fraction != 1:
-            raise ValueError(
+            source.refuse(
                 f"'{where}partial_rotary_factor' is {fraction} in the source config, but the "
                 "published code of this family turns whole heads. Remove it, or set it to 1.0."
             )
@@ -55,19 +56,19 @@ def read_rope(source: SourceConfig, *, default_theta: float = 10_000.0) -> dict[
         if place.take("rope_theta") is not None
     }
     scalings = {where[:-1]: _read_scaling(place) for where, place in places.items() if where}
-    _check_agree(thetas)
-    _check_agree(scalings)
+    _check_agree(source, thetas)
+    _check_agree(source, scalings)
     return {
         "rope_theta": next(iter(thetas.values()), default_theta),
         "rope_scaling": next(iter(scalings.values()), None),
     }
 
 
-def _check_agree(given: dict[str, Any]) -> None:
+def _check_agree(source: SourceConfig, given: dict[str, Any]) -> None:
     """Refuse two places that say one thing in two ways. Raises: ValueError with both."""
     for (first, value), (second, other) in pairwise(given.items()):
         if other != value:
-            raise ValueError(
+            source.refuse(
                 f"the source config has {first}={value} and {second}={other}; they must agree."
             )
 
@@ -75,7 +76,7 @@ def _check_agree(given: dict[str, Any]) -> None:
 def _read_scaling(section: SourceConfig) -> dict[str, Any] | None:
     """Scaling fields of ours. The kind is called `type` in old files, `rope_type` in newer ones."""
     kinds = {key: section.take(key) for key in ("rope_type", "type")}
-    _check_agree({key: kind for key, kind in kinds.items() if kind is not None})
+    _check_agree(section, {key: kind for key, kind in kinds.items() if kind is not None})
     old = kinds["type"] or ROPE_DEFAULT
     kind = section.expect("rope_type", ROPE_DEFAULT, "linear", "llama3", default=old)
     if kind == ROPE_DEFAULT:
@@ -103,9 +104,25 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": config.rope_theta, "rope_scaling": written}
 
 
-def read_decoder(
-    source: SourceConfig, *, default_theta: float = 10_000.0, default_head_dim: int | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Defaults:
+    """What the library takes where a config leaves a key out: those of a family's config class.
+
+    Fields: max_context, rope_theta, norm_eps: as ours; head_dim, num_kv_heads: None for what
+        follows from width and heads.
+    """
+
+    max_context: int = 2048
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+
+
+LLAMA_DEFAULTS = Defaults()
+
+
+def read_decoder(source: SourceConfig, defaults: Defaults = LLAMA_DEFAULTS) -> dict[str, Any]:
     """Fields of ours from the keys that a decoder-only config has, apart from the loops.
 
     The split puts all layers into the core: a plain model is a core that runs once.
@@ -123,17 +140,24 @@ def read_decoder(
         "layout": "AF",
         "split": [0, 2 * num_layers, 0],
         "num_heads": num_heads,
-        "num_kv_heads": source.count("num_key_value_heads", num_heads),
-        "head_dim": source.count("head_dim", default_head_dim or d_model // num_heads),
+        "num_kv_heads": _kv_heads(source, num_heads, defaults),
+        "head_dim": source.count("head_dim", defaults.head_dim or d_model // num_heads),
         "d_ff": source.count("intermediate_size"),
         "ff_bias": source.flag("mlp_bias"),
-        "max_context": source.count("max_position_embeddings"),
-        "norm_eps": source.number("rms_norm_eps", 1e-6),
+        "max_context": source.count("max_position_embeddings", defaults.max_context),
+        "norm_eps": source.number("rms_norm_eps", defaults.norm_eps),
         "init_std": source.number("initializer_range", 0.02),
         "attention_bias": "qkvo" if source.flag("attention_bias") else "none",
         "tie_embeddings": source.flag("tie_word_embeddings"),
-        **read_rope(source, default_theta=default_theta),
+        **read_rope(source, default_theta=defaults.rope_theta),
     }
+
+
+def _kv_heads(source: SourceConfig, num_heads: int, defaults: Defaults) -> int:
+    """Key and value heads; null means as many as query heads, also where the default differs."""
+    if "num_key_value_heads" in source or defaults.num_kv_heads is None:
+        return source.count("num_key_value_heads", num_heads)
+    return defaults.num_kv_heads
 
 
 def _check_full_attention(source: SourceConfig, num_layers: int) -> None:

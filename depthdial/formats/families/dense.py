@@ -9,12 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from depthdial.config import ModelConfig
-from depthdial.formats.families.decoder_layers import decoder_rules, read_decoder, write_decoder
+from depthdial.formats.families.decoder_layers import (
+    Defaults,
+    decoder_rules,
+    read_decoder,
+    write_decoder,
+)
 from depthdial.formats.families.family import Family
 from depthdial.formats.source_config import SourceConfig
 from depthdial.formats.tensors.rules import TensorRule
 
 NO_LOOP = {"update": "replace"}
+QWEN3_DEFAULTS = Defaults(max_context=32_768, head_dim=128, num_kv_heads=32)
 
 
 def read_llama(source: SourceConfig) -> ModelConfig:
@@ -26,7 +32,7 @@ def read_qwen3(source: SourceConfig) -> ModelConfig:
     """A model with an RMS norm on each query and key head; head_dim is 128 where it is absent."""
     # Qwen3 has no biases in its MLP, and no key for them.
     source.expect("mlp_bias", False, None)
-    fields = read_decoder(source, default_head_dim=128)
+    fields = read_decoder(source, QWEN3_DEFAULTS)
     return ModelConfig.from_dict({**fields, "qk_norm": "rms", "loop": NO_LOOP})
 
 

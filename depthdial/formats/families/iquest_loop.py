@@ -10,6 +10,7 @@ from typing import Any
 
 from depthdial.config import ModelConfig
 from depthdial.formats.families.decoder_layers import (
+    Defaults,
     decoder_rules,
     read_decoder,
     sublayer_name,
@@ -19,13 +20,17 @@ from depthdial.formats.families.family import Family
 from depthdial.formats.source_config import SourceConfig
 from depthdial.formats.tensors.rules import Rename, TensorRule
 
+DEFAULTS = Defaults(
+    max_context=8192, rope_theta=500_000.0, norm_eps=1e-5, head_dim=128, num_kv_heads=8
+)
+
 
 def read(source: SourceConfig) -> ModelConfig:
     """The released model is trained at its own loop count only."""
     num_loops = source.count("loop_num", 2)
     config = ModelConfig.from_dict(
         {
-            **read_decoder(source, default_theta=500_000.0),
+            **read_decoder(source, DEFAULTS),
             "num_loops": num_loops,
             "max_loops": num_loops,
             "loop": {"update": "replace", "local_window": source.window("loop_window_size", 64)},

@@ -8,12 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from depthdial.config import ModelConfig
-from depthdial.formats.families.decoder_layers import decoder_rules, read_decoder, write_decoder
+from depthdial.formats.families.decoder_layers import (
+    Defaults,
+    decoder_rules,
+    read_decoder,
+    write_decoder,
+)
 from depthdial.formats.families.family import Family
 from depthdial.formats.source_config import SourceConfig
 from depthdial.formats.tensors.rules import Rename, TensorRule
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
+DEFAULTS = Defaults(max_context=32_768)
 POST_NORMS = ("input_layernorm_2", "post_attention_layernorm_2")
 
 
@@ -29,7 +35,7 @@ def read(source: SourceConfig) -> ModelConfig:
     source.expect("early_exit_step", None)
     return ModelConfig.from_dict(
         {
-            **read_decoder(source),
+            **read_decoder(source, DEFAULTS),
             "norm": "sandwich",
             "final_norm": "loop",
             "exit_gate": "linear",

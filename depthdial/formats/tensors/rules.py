@@ -6,8 +6,9 @@ give the same bytes. Which rules a family needs is in `families/`; files are not
 
 from __future__ import annotations
 
+import os.path
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from depthdial.config import nearest_name
+from depthdial.formats.reasons import Refused
 
 Get = Callable[[str], Tensor]
 """Name -> tensor, of the source or of ours."""
@@ -279,12 +281,13 @@ def select_rules(
     Args: unheld: tensor -> file of what an index names and no file holds; only spellings and
         copies that the checkpoint does without may be among them.
 
-    Raises: ValueError naming every tensor that no rule accounts for, with the nearest known name,
-        and every tensor that is missing or stored twice.
+    Raises: Refused naming every tensor that no rule accounts for, with the nearest known name,
+        every tensor that is missing or stored twice, or what all names have before those known.
     """
     present, unheld = set(stored), {} if unheld is None else unheld
     rules = [_alone(rule, present) for rule in rules]
     known = [name for rule in rules for name in rule.source_names]
+    _check_prefix(present, rules)
     unknown = (present | unheld.keys()) - {*known}
     problems = [f"unknown tensor '{name}'.{_nearest(name, known)}" for name in unknown]
     chosen = [rule for rule in rules if present.issuperset(rule.source_names)]
@@ -300,10 +303,54 @@ def select_rules(
         elif filled[ours] > 1:
             problems.append(f"{' and '.join(names)} are the same tensor; remove one.")
     if problems:
-        problems.sort()
-        shown, more = problems[:8], len(problems) - 8
-        raise ValueError(" ".join(shown) + (f" ... and {more} more." if more > 0 else ""))
+        raise Refused(sorted(problems))
     return chosen
+
+
+WRAPPERS = {
+    "_orig_mod.": "a model that torch.compile wrapped was saved; save its `_orig_mod`",
+    "module.": "a model that DistributedDataParallel wrapped was saved; save its `module`",
+    "base_model.model.": "a model with adapters was saved by peft; merge them (merge_and_unload) "
+    "and save the result",
+}
+"""What training tools put before all names, and how a checkpoint without it is made."""
+
+
+def _check_prefix(present: Set[str], rules: Sequence[TensorRule]) -> None:
+    """Refuse names that all have one thing too much, or too little, before them.
+
+    Raises: Refused with that, and what is wrong apart from it.
+    """
+    names = sorted(present)
+    wanted = {name for rule in rules for name in rule.source_names}
+    if not names or wanted & present:
+        return
+    # What all sorted names share is what the first and the last one share.
+    shared = os.path.commonprefix([names[0], names[-1]])
+    for end in (place + 1 for place, letter in enumerate(shared) if letter == "."):
+        if any(name[end:] in wanted for name in names):
+            prefix = shared[:end]
+            why = WRAPPERS.get(prefix, "save the model without what wraps it, or rename them")
+            found = (
+                f"all {len(names)} tensors have '{prefix}' before the names of this family: {why}."
+            )
+            raise Refused([found, *_problems_of(rules, {name[end:] for name in names})])
+    for prefix in sorted({name.partition(".")[0] + "." for name in wanted}):
+        if all(f"{prefix}{name}" in wanted for name in names):
+            found = (
+                f"all {len(names)} tensors lack '{prefix}' before the names of this family, as "
+                "where a model was saved without its head: save the whole one (in transformers, "
+                "the class that config.json names in 'architectures')."
+            )
+            raise Refused([found, *_problems_of(rules, {f"{prefix}{name}" for name in names})])
+
+
+def _problems_of(rules: Sequence[TensorRule], present: Set[str]) -> tuple[str, ...]:
+    try:
+        select_rules(rules, present)
+    except Refused as error:
+        return error.reasons
+    return ()
 
 
 def _alone(rule: TensorRule, present: set[str]) -> TensorRule:

@@ -70,15 +70,14 @@ class TokenReport:
 
 
 def import_tokens(
-    source: Path, destination: Path, *, config: Mapping[str, Any], vocab_size: int
+    source: Path, destination: Path, *, config: Mapping[str, Any], facts: TokenReport
 ) -> TokenReport:
     """Carry the files over and make the folder state its stop and opening tokens.
 
-    Args: config: the source's config.json; vocab_size: of the model.
-    Raises: ValueError for a damaged file, or a token whose id the model does not have.
+    Args: config: the source's config.json; facts: what `read_tokens` found in the source.
+    Raises: ValueError for a damaged file.
     """
     copy_files(source, destination)
-    facts = read_tokens(source, config=config, vocab_size=vocab_size)
     changed: dict[str, dict[str, Any] | None] = {}
     generation = object_or_none(source / GENERATION_CONFIG_FILE)
     if set(id_list((generation or {}).get("eos_token_id"), "")) != set(facts.stop_ids):
@@ -103,10 +102,11 @@ def import_tokens(
     return TokenReport(**{**vars(facts), "changed_files": changed})
 
 
-def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int) -> TokenReport:
+def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int | None) -> TokenReport:
     """Everything that a folder states about special tokens, compared.
 
-    Args as in `import_tokens`. Raises: as there.
+    Args: config: the source's config.json; vocab_size: of the model, None where it is not known.
+    Raises: ValueError for a damaged file, or a token whose id the model does not have.
     """
     tokenizer, notes = _tokenizer_of(folder)
     tokenizer_config = object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
@@ -275,8 +275,8 @@ def _opening_contradiction(
         )
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    if tokenizer.vocab_size > vocab_size:
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         last = tokenizer.vocab_size - 1
         raise ValueError(
             f"the tokenizer has ids up to {last} ('{tokenizer.token_of(last)}'), but the model "
@@ -284,7 +284,9 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def _check_range(statement: Statement, vocab_size: int) -> None:
+def _check_range(statement: Statement, vocab_size: int | None) -> None:
+    if vocab_size is None:
+        return
     beyond = [token_id for token_id in statement.ids if token_id >= vocab_size]
     if beyond:
         raise ValueError(
