@@ -21,6 +21,7 @@ from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, wide_dtype
 from depthdial.layers.state import KVSlot
+from depthdial.model.call import ForwardContext, build_context, compute_dtype
 from depthdial.model.carry import (
     LoopCarry,
     anchor,
@@ -29,7 +30,6 @@ from depthdial.model.carry import (
     with_first_candidate,
     with_first_keys,
 )
-from depthdial.model.context import ForwardContext, build_context, compute_dtype
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
 from depthdial.model.loop_lora import LoopLora

@@ -16,7 +16,7 @@ from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.state import Block, CacheCall
 from depthdial.layers.primitives import rms_normalise
 from depthdial.layers.state import KVSlot, UncachedSlot
-from depthdial.model.context import ForwardContext
+from depthdial.model.call import ForwardContext
 from depthdial.model.modulation import EntryModulation
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from depthdial.cache.loop_counts import ActiveRows, NumLoops
 from depthdial.layers.state import KVSlot
+from depthdial.model.call import ForwardContext
 from depthdial.model.carry import LoopCarry, detach_rows
-from depthdial.model.context import ForwardContext
 from depthdial.model.modulation import LoopModulation
 from depthdial.model.passes import Begun, LoopObserver, LoopPass, rows_without_grad
 from depthdial.model.sublayer import Segment

@@ -20,7 +20,7 @@ from depthdial.layers.attention import Attention, HeadGains
 from depthdial.layers.normalised import NormalisedAttention, NormalisedSwiGLU, unit_length
 from depthdial.layers.primitives import Deltas, PlainMLP, RMSNorm, SwiGLU
 from depthdial.layers.state import KVSlot
-from depthdial.model.context import ForwardContext
+from depthdial.model.call import ForwardContext
 
 # Letters whose mixer moves information between tokens and so needs a slot.
 TOKEN_MIXERS = ATTENTION_LETTERS

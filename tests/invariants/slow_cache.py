@@ -11,8 +11,8 @@ import re
 import torch
 from torch import Tensor
 
+from depthdial.model.call import build_context
 from depthdial.model.carry import LoopCarry
-from depthdial.model.context import build_context
 from depthdial.model.looped_lm import LoopedLM
 
 Entry = tuple[Tensor, Tensor]

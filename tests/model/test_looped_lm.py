@@ -8,7 +8,7 @@ import torch
 from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.layers.state import UncachedSlot
-from depthdial.model.context import build_context
+from depthdial.model.call import build_context
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.passes import SlotBinding
 
