@@ -19,8 +19,8 @@ from torch import Tensor
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import ModelConfig
-from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.passes import Begun, LoopPass
+from depthdial.model.call import Begun, Call
+from depthdial.model.looped_lm import LoopedLM, LoopPass
 from depthdial.model.stopping_rules import ExitPoint, StoppingRule
 
 
@@ -67,17 +67,19 @@ def run_until(
     Raises: ValueError as `LoopedLM.forward` and `check_can_stop` do.
     """
     check_can_stop(model.config, rule, cache=cache)
-    begun = model.begin(
+    call = Call(
         tokens_BT,
         num_loops=max_loops,
         cache=cache,
         padding_mask_BT=padding_mask_BT,
         initial_state_BTD=initial_state_BTD,
+        step_sizes=step_sizes,
     )
+    begun = model.begin(call)
     real_BT = torch.ones_like(tokens_BT) if padding_mask_BT is None else padding_mask_BT
     watch = _Watch(model, begun, rule=rule, max_loops=max_loops, real_BT=real_BT.bool())
     state_BTD = torch.empty_like(begun.initial_state_BTD)
-    passes = model.iterate(begun, num_loops=max_loops, step_sizes=step_sizes)
+    passes = model.iterate(begun)
     done: LoopPass | None = next(passes)
     while done is not None:
         rows = watch.rows_of(done)
@@ -86,7 +88,7 @@ def run_until(
         done = _go_on(passes, keep=~stops.cpu())
     if cache is not None:
         _fill_missing(cache, watch.loops_B, max_loops)
-    logits_BTV = model.head(model.finish(state_BTD, begun, num_loops=max_loops))
+    logits_BTV = model.head(model.finish(state_BTD, begun))
     loops_B = torch.where(watch.has_token_B.cpu(), watch.loops_B, 0)
     return AdaptiveRun(logits_BTV, loops_B, watch.values_BL, is_causal=tokens_BT.shape[1] == 1)
 

@@ -20,6 +20,7 @@ from depthdial.cache.loop_counts import NumLoops, allowed_num_loops, check_num_l
 from depthdial.config import CachePolicy
 from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned
 from depthdial.engine.sampling import Sampling, sample
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.stopping_rules import StoppingRule
 
@@ -224,13 +225,14 @@ def _prefill(
     )
     for start in range(0, longest, chunk or longest):
         end = min(start + (chunk or longest), longest)
-        x_BTD = model.trunk(
+        call = Call(
             tokens_BT[:, start:end].to(device),
             num_loops=loops,
             cache=cache,
             padding_mask_BT=real_BT[:, start:end].to(device),
             step_sizes=step_sizes,
         )
+        x_BTD = model.hidden_states(call)
         ends_here = ((lengths_B > start) & (lengths_B <= end)).nonzero()[:, 0]
         last_BD[ends_here] = x_BTD[ends_here, lengths_B[ends_here] - 1 - start]
     return model.head(last_BD)

@@ -16,6 +16,7 @@ import torch
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.eval.depth_sweep import check_swept_loops
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 
@@ -73,7 +74,7 @@ def _decode_seconds(
     prompt_BT = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=device)
     capacity = prompt_tokens + new_tokens
     cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
-    model.trunk(prompt_BT, num_loops=num_loops, cache=cache)
+    model.hidden_states(Call(prompt_BT, num_loops=num_loops, cache=cache))
     cache.end_prompt()
     started = time.perf_counter()
     for _ in range(new_tokens):

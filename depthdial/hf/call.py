@@ -74,11 +74,13 @@ def kept_positions(x_BTD: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 class RecordedStates:
     """Observer of the loops that keeps every state, rows in user order."""
 
-    def __init__(self, h_in_BTD: Tensor) -> None:
-        self.states = [h_in_BTD]
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
 
     def __call__(self, loop_idx: int, state_BTD: Tensor, rows: Tensor | None) -> None:
         if rows is not None:
             places = rows.to(state_BTD.device)
-            state_BTD = self.states[-1].index_copy(0, places, state_BTD)
+            # The first loop is that of all rows, so what stands here before it is never seen.
+            before_BTD = self.states[-1] if self.states else torch.zeros_like(state_BTD)
+            state_BTD = before_BTD.index_copy(0, places, state_BTD)
         self.states.append(state_BTD)

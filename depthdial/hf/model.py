@@ -32,8 +32,8 @@ from depthdial.hf.call import (
 )
 from depthdial.hf.config import DepthdialConfig
 from depthdial.hf.files import bring_to, mixed_formats, widest
-from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.passes import Begun
+from depthdial.model.call import Call
+from depthdial.model.looped_lm import LoopedLM, last_states
 
 CACHE_FIELD = next(
     name
@@ -116,53 +116,34 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         tokens_BT = check_inputs(input_ids, attention_mask, inputs_embeds, output_attentions)
         loops = self._loops(num_loops, batch_size=tokens_BT.shape[0])
         cache = self._cache_of_call(cache, past_key_values, use_cache, cache_policy)
-        begun, mask_BT = self._begin(
-            tokens_BT, attention_mask, position_ids=position_ids, loops=loops, cache=cache
-        )
-        wants_states = self._wants_states(output_hidden_states)
-        states = RecordedStates(begun.h_in_BTD) if wants_states else None
-        state_BTD = self.model.final_state(
-            begun,
-            num_loops=loops,
-            step_sizes=None if step_sizes is None else torch.as_tensor(step_sizes),
-            on_loop=states,
-        )
-        x_BTD = self.model.finish(state_BTD, begun, num_loops=loops)
-        if cache is not None:
-            cache.close((tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
-        logits_BTV = self.model.head(kept_positions(x_BTD, logits_to_keep))
-        output = CausalLMOutputWithPast(
-            loss=self._loss(logits_BTV, labels, tokens_BT),
-            logits=logits_BTV,
-            hidden_states=None if states is None else (*states.states, x_BTD),
-            **{CACHE_FIELD: cache},
-        )
-        as_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
-        return output.to_tuple() if as_tuple else output
-
-    def _begin(
-        self,
-        tokens_BT: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        position_ids: Tensor | None,
-        loops: NumLoops,
-        cache: DepthdialCache | None,
-    ) -> tuple[Begun, Tensor | None]:
-        """The call with its prelude run, and the part of the padding mask that belongs to it."""
+        states = RecordedStates() if self._wants_states(output_hidden_states) else None
         mask_BT, loop_cache = attention_mask, None
         if cache is not None:
             loop_cache, mask_BT = cache.open(tokens_BT, attention_mask)
         is_packed = position_ids is not None and attention_mask is None and cache is None
-        begun = self.model.begin(
+        call = Call(
             tokens_BT,
             num_loops=loops,
             cache=loop_cache,
             positions_BT=None if position_ids is None else position_ids.expand(tokens_BT.shape),
             padding_mask_BT=mask_BT,
             document_ids_BT=document_numbers(position_ids, tokens_BT.shape) if is_packed else None,
+            step_sizes=None if step_sizes is None else torch.as_tensor(step_sizes),
+            on_loop=states,
         )
-        return begun, mask_BT
+        begun = self.model.begin(call)
+        x_BTD = self.model.finish(last_states(self.model.iterate(begun)), begun)
+        if cache is not None:
+            cache.close((tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
+        logits_BTV = self.model.head(kept_positions(x_BTD, logits_to_keep))
+        output = CausalLMOutputWithPast(
+            loss=self._loss(logits_BTV, labels, tokens_BT),
+            logits=logits_BTV,
+            hidden_states=None if states is None else (begun.h_in_BTD, *states.states, x_BTD),
+            **{CACHE_FIELD: cache},
+        )
+        as_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
+        return output.to_tuple() if as_tuple else output
 
     def _loops(self, num_loops: NumLoops | None, *, batch_size: int) -> NumLoops:
         """Checked loop counts, on the CPU: generation moves every tensor to the model's device."""

@@ -1,30 +1,129 @@
-"""What one forward call knows about its tokens: positions, masks, rotary tables.
+"""What one call of the model carries: its arguments, its context, its slots.
 
-Built once per call from tokens, padding, documents and the cache's lengths; read by every
-sublayer of every loop.
-Letters: B batch, T query tokens, S source tokens.
+`Call` is what a caller says, `ForwardContext` what every sublayer of every loop reads (positions,
+masks, rotary tables, built once per call), `Begun` a call whose prelude has run.
+Letters: B batch, T query tokens, S source tokens, D model width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.cache.state import CacheCall
-from depthdial.config import SLIDING, ModelConfig
+from depthdial.cache.loop_counts import NumLoops, check_num_loops
+from depthdial.cache.state import Block, CacheCall
+from depthdial.config import SLIDING, ModelConfig, TimeModulationConfig
 from depthdial.layers.attention import AttentionView
 from depthdial.layers.primitives import RotaryTable, rotary_table
 from depthdial.layers.state import (
     AttentionImpl,
     AttentionMask,
+    KVSlot,
+    UncachedSlot,
     causal_mask,
     choose_attention,
     mask_from_allowed,
     narrow_rows,
 )
+
+LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
+"""(loop_idx, state_BTD, rows) -> None, or a replacement for the state; rows: see `LoopPass`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a caller says about one call of the model; all rows in the caller's order.
+
+    Fields:
+        tokens_BT: token ids.
+        num_loops: an int, or a CPU LongTensor [B] with one count per row.
+        cache: keys and values of earlier calls; advanced by the call's real tokens.
+        positions_BT: positions; default: 0.. per document, padding not counted.
+        padding_mask_BT: 1 at real tokens, 0 at padding, on any side; bool, int or float.
+        document_ids_BT: tokens attend within equal ids only.
+        initial_state_BTD: s_0; default what the config's `initial_state` says.
+        step_sizes: of the loops, [loops] or [B, most loops], for a model conditioned on time.
+        no_grad_loops: first passes, of all rows or per row [B], that no gradient enters.
+        on_loop: called after each pass; may return a replacement for the state.
+
+    Raises: ValueError for tokens of a useless shape, or a loop count that is not allowed.
+    """
+
+    tokens_BT: Tensor
+    _: KW_ONLY
+    num_loops: NumLoops
+    cache: LoopCache | None = None
+    positions_BT: Tensor | None = None
+    padding_mask_BT: Tensor | None = None
+    document_ids_BT: Tensor | None = None
+    initial_state_BTD: Tensor | None = None
+    step_sizes: Tensor | None = None
+    no_grad_loops: int | Tensor = 0
+    on_loop: LoopObserver | None = None
+
+    def __post_init__(self) -> None:
+        tokens_BT = self.tokens_BT
+        if tokens_BT.ndim != 2 or tokens_BT.shape[0] == 0 or tokens_BT.shape[1] == 0:
+            raise ValueError(
+                f"tokens_BT has shape {tuple(tokens_BT.shape)}; give [B, T] with at least one "
+                "row and one token."
+            )
+        check_num_loops(self.num_loops, batch_size=tokens_BT.shape[0])
+
+    def checked(self, config: ModelConfig) -> Call:
+        """The call as this model takes it: step sizes [1 or B, loops], if there are any.
+
+        Raises: ValueError for step sizes without effect or of another number than the loops, and
+            for passes without gradient where the core has segments.
+        """
+        if config.segments and bool((torch.as_tensor(self.no_grad_loops) > 0).any()):
+            raise ValueError(
+                "no_grad_loops would cut off the gradient of every segment but the last; a model "
+                "whose core has segments is trained through all its loops."
+            )
+        if self.step_sizes is None:
+            return self
+        if not isinstance(config.modulation, TimeModulationConfig):
+            raise ValueError(
+                "step_sizes has no effect: this model is not conditioned on time and step size. "
+                "Leave it out."
+            )
+        steps = check_step_sizes(
+            self.step_sizes, self.num_loops, batch_size=self.tokens_BT.shape[0]
+        )
+        return replace(self, step_sizes=steps)
+
+
+def check_step_sizes(step_sizes: Tensor, num_loops: NumLoops, *, batch_size: int) -> Tensor:
+    """Step sizes as [1 or B, loops].
+
+    Args: step_sizes: [loops], or [B, most loops] with zeros after each row's last step.
+    Raises: ValueError unless each row has as many positive steps as loops, adding up to 1.
+    """
+    steps = step_sizes[None] if step_sizes.ndim == 1 else step_sizes
+    loops = torch.as_tensor(num_loops).reshape(-1)
+    if steps.ndim != 2 or len(steps) not in (1, batch_size) or steps.shape[1] < int(loops.max()):
+        raise ValueError(
+            f"step_sizes has shape {tuple(step_sizes.shape)} for {batch_size} rows of up to "
+            f"{int(loops.max())} loops; give [loops], or [rows, most loops]."
+        )
+    steps = steps.to("cpu", torch.float64)
+    loops = loops.expand(max(len(steps), len(loops)))
+    steps = steps.expand(len(loops), -1)
+    expected = torch.arange(steps.shape[1]) < loops[:, None]
+    wrong = ((steps > 0) != expected).any(dim=1) | ((steps.sum(dim=1) - 1).abs() > 1e-4)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"step_sizes of row {row} are {steps[row].tolist()} for {int(loops[row])} loops; give "
+            "one positive step per loop, zeros after them, adding up to 1."
+        )
+    return steps
 
 
 @dataclass(frozen=True)
@@ -64,6 +163,44 @@ class ForwardContext:
             full=_narrow_view(self.full, rows, tokens_BT),
             sliding=None if self.sliding is None else _narrow_view(self.sliding, rows, tokens_BT),
         )
+
+
+class SlotBinding:
+    """The slots of one call: the cache's, or storeless ones without a cache.
+
+    Args: num_slots: token mixers in each block.
+    """
+
+    def __init__(
+        self, cache: LoopCache | None, cache_call: CacheCall | None, num_slots: dict[Block, int]
+    ) -> None:
+        self.cache = cache
+        self.cache_call = cache_call
+        self.num_slots = num_slots
+
+    def slots(
+        self, block: Block, *, loop_idx: int = 0, rows: Tensor | None = None
+    ) -> tuple[KVSlot, ...]:
+        """One slot per token mixer of the block."""
+        count = self.num_slots[block]
+        if self.cache is None or self.cache_call is None:
+            return (UncachedSlot(),) * count
+        return self.cache.slots(block, count, loop_idx=loop_idx, rows=rows, call=self.cache_call)
+
+    def stash_slots(self) -> tuple[KVSlot, ...]:
+        """Slots of the pass after the last loop that writes what persists."""
+        assert self.cache is not None and self.cache_call is not None, "only a cache stashes"
+        return self.cache.stash_slots(self.num_slots["core"], call=self.cache_call)
+
+
+class Begun(NamedTuple):
+    """A call whose prelude has run: what `iterate` and `finish` need."""
+
+    call: Call
+    h_in_BTD: Tensor
+    initial_state_BTD: Tensor
+    ctx: ForwardContext
+    binding: SlotBinding
 
 
 def _narrow_view(view: AttentionView, rows: Tensor | slice, tokens_BT: Tensor) -> AttentionView:
@@ -115,42 +252,33 @@ class _Reach:
 
 
 def build_context(
-    tokens_BT: Tensor,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    cache: LoopCache | None = None,
-    positions_BT: Tensor | None = None,
-    padding_mask_BT: Tensor | None = None,
-    document_ids_BT: Tensor | None = None,
+    call: Call, config: ModelConfig, *, dtype: torch.dtype
 ) -> tuple[ForwardContext, CacheCall | None]:
     """Positions, masks and rotary tables of one call.
 
-    Args:
-        tokens_BT: ids.
-        padding_mask_BT: 1 or True at real tokens, 0 or False at padding, any side.
-        document_ids_BT: tokens attend within equal ids only.
-
+    Args: dtype: of matrix products; see `compute_dtype`.
     Returns: the context, and the cache's write plan (None without cache).
     Raises: ValueError for a wrong shape, or a padding mask with values besides 0 and 1.
     """
+    tokens_BT, positions_BT = call.tokens_BT, call.positions_BT
+    document_ids_BT = call.document_ids_BT
     shape = (tokens_BT.shape[0], tokens_BT.shape[1])
     _check_shape("positions_BT", positions_BT, shape)
     _check_shape("document_ids_BT", document_ids_BT, shape)
-    real_BT = _real_tokens(padding_mask_BT, shape)
-    if cache is None:
-        call = None
+    real_BT = _real_tokens(call.padding_mask_BT, shape)
+    cache_call = None
+    if call.cache is None:
         reach = _reach_in_call(tokens_BT, real_BT, document_ids_BT, dtype=dtype)
     else:
-        call = cache.open_call(shape, real_BT=real_BT, document_ids_BT=document_ids_BT)
-        reach = _reach_in_cache(call, dtype=dtype)
+        cache_call = call.cache.open_call(shape, real_BT=real_BT, document_ids_BT=document_ids_BT)
+        reach = _reach_in_cache(cache_call, dtype=dtype)
     if positions_BT is None and reach.allowed_BTS is None:
         positions_BT = torch.arange(shape[1], device=tokens_BT.device)[None]
     elif positions_BT is None:
         # A token's position is the number of earlier tokens it may attend to: it counts from the
         # first real token of its own document, whatever stands before it in the buffer.
         positions_BT = (reach.allowed_BTS.sum(dim=-1) - 1).clamp(min=0)
-    return _context(tokens_BT, positions_BT, config, reach=reach), call
+    return _context(tokens_BT, positions_BT, config, reach=reach), cache_call
 
 
 def _context(

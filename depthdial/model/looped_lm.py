@@ -1,55 +1,90 @@
 """LoopedLM: embed, prelude, loop, coda, head, and the one generator that runs the loops.
 
-The model knows nothing of sampling, depth schedules, losses or exits: `num_loops` is an argument
-of every forward, and observers read (or replace) the state between passes.
+Read from the top: `forward` is `hidden_states` and `head`; `hidden_states` is `begin`, the passes
+of `iterate`, and `finish`; one pass is `loop`. The model knows nothing of sampling, depth
+schedules, losses or exits: `num_loops` is an argument of every call, and observers read (or
+replace) the state between passes.
 Letters: B batch, T query tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from functools import partial
+from collections.abc import Generator, Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.cache.loop_counts import NumLoops, check_num_loops
+from depthdial.cache.loop_counts import ActiveRows, NumLoops
 from depthdial.cache.state import Block
-from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
+from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, wide_dtype
-from depthdial.layers.state import KVSlot
-from depthdial.model.call import ForwardContext, build_context, compute_dtype
-from depthdial.model.carry import (
-    LoopCarry,
-    anchor,
-    first_carry,
-    slots_from_carry,
-    with_first_candidate,
-    with_first_keys,
+from depthdial.layers.state import GivenKV, KVSlot, ReadOnlySlot, RecordingSlot, UncachedSlot
+from depthdial.model.call import (
+    Begun,
+    Call,
+    ForwardContext,
+    LoopObserver,
+    SlotBinding,
+    build_context,
+    compute_dtype,
 )
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
 from depthdial.model.loop_lora import LoopLora
-from depthdial.model.modulation import (
-    LoopModulation,
+from depthdial.model.modulation import LoopModulation, make_conditioning
+from depthdial.model.sublayer import (
+    Segment,
+    Stack,
     SublayerModulation,
-    check_step_sizes,
-    make_conditioning,
+    build_stack,
+    core_segments,
+    num_slots,
 )
-from depthdial.model.passes import (
-    Begun,
-    LoopObserver,
-    LoopPass,
-    SlotBinding,
-    enter,
-    last_states,
-)
-from depthdial.model.segment_passes import segment_passes
-from depthdial.model.sublayer import Stack, build_stack, core_segments, num_slots
-from depthdial.model.update import Injection, StateUpdate, initial_state
+from depthdial.model.update import Injection, StateUpdate, anchor, enter, initial_state
+
+
+class LoopPass(NamedTuple):
+    """What `iterate` yields after each pass.
+
+    rows: user-order indices of the rows in `state_BTD`, deepest first; None for the whole batch.
+    num_leaving: rows at the end of `state_BTD` whose last pass this was.
+    """
+
+    loop_idx: int
+    state_BTD: Tensor
+    rows: Tensor | None
+    num_leaving: int
+
+
+class LoopCarry(NamedTuple):
+    """Tensors that one pass hands to the next besides the state.
+
+    Without a cache, models whose later loops read the first loop's keys and values get them from
+    here, so that training and inference run the same rule and recomputation keeps its memory.
+
+    Fields:
+        first_keys: (k, v) of every token mixer of the core in the first loop; empty before it;
+            None for models and calls that need none.
+        first_candidate: the first loop's candidate state; None before it, and for updates that
+            have no anchor.
+    """
+
+    first_keys: tuple[tuple[Tensor, Tensor], ...] | None = None
+    first_candidate: Tensor | None = None
+
+    def narrow(self, places: Tensor | slice) -> LoopCarry:
+        """Keep some rows of the batch."""
+        return tree_map(lambda t: None if t is None else t[places], self)
+
+    def detached(self, without_grad: Tensor) -> LoopCarry:
+        """The carry, cut off from its history in the rows marked True; see `detach_rows`."""
+        return tree_map(lambda t: None if t is None else detach_rows(t, without_grad), self)
 
 
 class LoopedLM(nn.Module):
@@ -129,7 +164,7 @@ class LoopedLM(nn.Module):
         Returns: logits [B, T, V], rows in the order given.
         Raises: ValueError for a loop count, mask, or cache use that is not allowed.
         """
-        x_BTD = self.trunk(
+        call = Call(
             tokens_BT,
             num_loops=num_loops,
             cache=cache,
@@ -140,94 +175,119 @@ class LoopedLM(nn.Module):
             step_sizes=step_sizes,
             on_loop=on_loop,
         )
-        return self.head(x_BTD)
+        return self.head(self.hidden_states(call))
 
-    def trunk(
-        self,
-        tokens_BT: Tensor,
-        *,
-        num_loops: NumLoops,
-        cache: LoopCache | None = None,
-        positions_BT: Tensor | None = None,
-        padding_mask_BT: Tensor | None = None,
-        document_ids_BT: Tensor | None = None,
-        initial_state_BTD: Tensor | None = None,
-        step_sizes: Tensor | None = None,
-        no_grad_loops: int | Tensor = 0,
-        on_loop: LoopObserver | None = None,
-    ) -> Tensor:
-        """`forward` without the head: [B, T, D]. Advances the cache.
+    def hidden_states(self, call: Call) -> Tensor:
+        """`forward` without the head: [B, T, D]. Advances the cache."""
+        begun = self.begin(call)
+        return self.finish(last_states(self.iterate(begun)), begun)
 
-        Args: no_grad_loops: first passes, of all rows or per row [B], that no gradient enters.
+    def begin(self, call: Call) -> Begun:
+        """Check the call, build its context and run the prelude.
+
+        Raises: ValueError for what `Call.checked` refuses, a mask or a cache use that is not
+            allowed, or an initial state of another shape than the prelude output.
         """
-        begun = self.begin(
-            tokens_BT,
-            num_loops=num_loops,
-            cache=cache,
-            positions_BT=positions_BT,
-            padding_mask_BT=padding_mask_BT,
-            document_ids_BT=document_ids_BT,
-            initial_state_BTD=initial_state_BTD,
-        )
-        state_BTD = self.final_state(
-            begun,
-            num_loops=num_loops,
-            step_sizes=step_sizes,
-            no_grad_loops=no_grad_loops,
-            on_loop=on_loop,
-        )
-        return self.finish(state_BTD, begun, num_loops=num_loops)
-
-    def begin(
-        self,
-        tokens_BT: Tensor,
-        *,
-        num_loops: NumLoops,
-        cache: LoopCache | None = None,
-        positions_BT: Tensor | None = None,
-        padding_mask_BT: Tensor | None = None,
-        document_ids_BT: Tensor | None = None,
-        initial_state_BTD: Tensor | None = None,
-    ) -> Begun:
-        """Check the call, build its context and run the prelude; arguments as in `forward`."""
-        if tokens_BT.ndim != 2 or tokens_BT.shape[0] == 0 or tokens_BT.shape[1] == 0:
-            raise ValueError(
-                f"tokens_BT has shape {tuple(tokens_BT.shape)}; give [B, T] with at least one "
-                "row and one token."
-            )
-        check_num_loops(num_loops, batch_size=tokens_BT.shape[0])
-        if cache is not None:
-            cache.bind_loops(num_loops)
+        call = call.checked(self.config)
+        if call.cache is not None:
+            call.cache.bind_loops(call.num_loops)
         weight = self.embedding.weight
-        ctx, call = build_context(
-            tokens_BT,
-            self.config,
-            dtype=compute_dtype(weight.device, weight.dtype),
-            cache=cache,
-            positions_BT=positions_BT,
-            padding_mask_BT=padding_mask_BT,
-            document_ids_BT=document_ids_BT,
-        )
-        binding = SlotBinding(cache, call, self.num_slots)
-        longest = tokens_BT.shape[1] if call is None else call.place.num_source_tokens
+        dtype = compute_dtype(weight.device, weight.dtype)
+        ctx, cache_call = build_context(call, self.config, dtype=dtype)
+        binding = SlotBinding(call.cache, cache_call, self.num_slots)
+        longest = call.tokens_BT.shape[1]
+        if cache_call is not None:
+            longest = cache_call.place.num_source_tokens
         x_BTD = self.embed(
-            tokens_BT,
+            call.tokens_BT,
             positions_BT=ctx.positions_BT,
-            most_positions=longest if positions_BT is None else None,
+            most_positions=longest if call.positions_BT is None else None,
         )
         h_in_BTD = self.prelude(x_BTD, slots=binding.slots("prelude"), ctx=ctx)
-        if initial_state_BTD is None:
-            initial_state_BTD = initial_state(h_in_BTD, ctx.positions_BT, self.config.loop)
-        elif initial_state_BTD.shape != h_in_BTD.shape:
+        state_BTD = call.initial_state_BTD
+        if state_BTD is None:
+            state_BTD = initial_state(h_in_BTD, ctx.positions_BT, self.config.loop)
+        elif state_BTD.shape != h_in_BTD.shape:
             raise ValueError(
-                f"initial_state_BTD has shape {tuple(initial_state_BTD.shape)}, but the prelude "
-                f"output has {tuple(h_in_BTD.shape)}; both must agree."
+                f"initial_state_BTD has shape {tuple(state_BTD.shape)}, but the prelude output "
+                f"has {tuple(h_in_BTD.shape)}; both must agree."
             )
-        return Begun(h_in_BTD, initial_state_BTD, ctx, binding)
+        return Begun(call, h_in_BTD, state_BTD, ctx, binding)
 
-    def finish(self, state_BTD: Tensor, begun: Begun, *, num_loops: NumLoops) -> Tensor:
-        """Coda output [B, T, D] of the last states in user order; advances the cache."""
-        cache, call = begun.binding.cache, begun.binding.call
+    def iterate(self, begun: Begun) -> Generator[LoopPass, Tensor | None, None]:
+        """Run the core and yield after each pass; never advances a cache.
+
+        Rows of a mixed batch run deepest first, and rows that are done are narrowed off together
+        with their context, conditioning and prelude output. `send(keep)`, a bool per row of the
+        yielded state, narrows off rows that stop early. Of several segments, the last one's
+        passes are seen; a row cannot stop between them.
+
+        Raises: ValueError for a row that is sent to stop where the core has segments.
+        """
+        *lower, last = zip(self.segments, self.segment_stacks, strict=True)
+        for segment, part in lower:
+            passes = self._passes(begun, segment, part, on_loop=None)
+            begun = begun._replace(initial_state_BTD=last_states(passes))
+        yield from self._passes(begun, *last, on_loop=begun.call.on_loop)
+
+    def _passes(
+        self, begun: Begun, segment: Segment, part: Stack | None, *, on_loop: LoopObserver | None
+    ) -> Generator[LoopPass, Tensor | None, None]:
+        """All passes of one segment; part: None where it is the whole core."""
+        call, ctx = begun.call, begun.ctx
+        state_BTD, h_in_BTD = begun.initial_state_BTD, begun.h_in_BTD
+        batch_size = h_in_BTD.shape[0]
+        carry = first_carry(self.config, is_cached=call.cache is not None)
+        active, loop_idx = ActiveRows(call.num_loops, batch_size), 0
+        if active.rows is not None:
+            places = active.rows.to(h_in_BTD.device)
+            state_BTD, h_in_BTD, ctx = state_BTD[places], h_in_BTD[places], ctx.narrow(places)
+        while active.num_rows:
+            rows, steps = active.rows, call.step_sizes
+            if steps is not None and len(steps) > 1 and rows is not None:
+                steps = steps[rows]
+            slots = begun.binding.slots("core", loop_idx=loop_idx, rows=rows)
+            mod = self.loop_modulation(loop_idx, active.num_loops, steps)
+            if mod.sublayers is not None:
+                mod = mod._replace(sublayers=mod.sublayers[segment.sublayers])
+            without_grad = rows_without_grad(call.no_grad_loops, loop_idx, rows)
+            is_cut = without_grad is not None and bool(without_grad.all())
+            with torch.no_grad() if is_cut else nullcontext():
+                state_BTD, carry = self.loop(
+                    state_BTD,
+                    h_in_BTD,
+                    mod=mod,
+                    slots=slots[segment.mixers],
+                    carry=carry,
+                    ctx=ctx,
+                    part=part,
+                )
+            if without_grad is not None:
+                state_BTD = detach_rows(state_BTD, without_grad)
+                carry = carry.detached(without_grad)
+            if on_loop is not None:
+                replacement_BTD = on_loop(loop_idx, state_BTD, rows)
+                state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
+            keep = yield LoopPass(loop_idx, state_BTD, rows, active.num_leaving(loop_idx))
+            if keep is not None and part is not None:
+                raise ValueError(
+                    "a row cannot stop between the loops of a core in segments: earlier segments "
+                    "have run all of theirs. Choose the number of loops beforehand."
+                )
+            places = active.after(loop_idx, keep)
+            if places is not None:
+                if isinstance(places, Tensor):
+                    places = places.to(h_in_BTD.device)
+                state_BTD, h_in_BTD = state_BTD[places], h_in_BTD[places]
+                ctx, carry = ctx.narrow(places), carry.narrow(places)
+            loop_idx += 1
+
+    def finish(self, state_BTD: Tensor, begun: Begun) -> Tensor:
+        """Coda output [B, T, D] of the last states in user order; advances the cache.
+
+        Args: state_BTD: of every row after its own last pass; see `last_states`.
+        """
+        num_loops, cache = begun.call.num_loops, begun.call.cache
         if cache is not None and cache.needs_stash_pass:
             # The entry that persists is that of the final state: one more pass, its result unused.
             self.loop(
@@ -241,8 +301,8 @@ class LoopedLM(nn.Module):
         mods = self.modulation.for_coda(num_loops)
         slots = begun.binding.slots("coda")
         x_BTD = self.coda(state_BTD, mods=mods, slots=slots, ctx=begun.ctx)
-        if cache is not None and call is not None:
-            cache.advance(call)
+        if cache is not None and begun.binding.cache_call is not None:
+            cache.advance(begun.binding.cache_call)
         return x_BTD
 
     def embed(
@@ -310,7 +370,8 @@ class LoopedLM(nn.Module):
         carry = with_first_keys(carry, slots)
         next_BTD = self.state_update(state_BTD, candidate_BTD, injected_BTD, mod.update)
         if mod.update.anchor is not None:
-            carry = with_first_candidate(carry, candidate_BTD)
+            if carry.first_candidate is None:
+                carry = carry._replace(first_candidate=candidate_BTD)
             next_BTD = anchor(next_BTD, carry.first_candidate, mod.update.anchor)
         return next_BTD, carry
 
@@ -351,70 +412,6 @@ class LoopedLM(nn.Module):
             return mod
         return mod._replace(sublayers=self.loop_lora.for_loop(loop_idx, mod.sublayers))
 
-    def iterate(
-        self,
-        begun: Begun,
-        *,
-        num_loops: NumLoops,
-        step_sizes: Tensor | None = None,
-        no_grad_loops: int | Tensor = 0,
-        on_loop: LoopObserver | None = None,
-    ) -> Generator[LoopPass, Tensor | None, None]:
-        """Run the core and yield after each pass; never advances a cache.
-
-        Rows of a mixed batch run deepest first, and rows that are done are narrowed off together
-        with their context, conditioning and prelude output. `send(keep)`, a bool per row of the
-        yielded state, narrows off rows that stop early. Of several segments, the last one's
-        passes are seen; a row cannot stop between them.
-
-        Raises: ValueError for step sizes without effect or of another number than the loops, and
-            for what several segments cannot do.
-        """
-        steps = self._steps(step_sizes, num_loops, begun.h_in_BTD.shape[0])
-        last = len(self.segments) - 1
-        if last and bool((torch.as_tensor(no_grad_loops) > 0).any()):
-            raise ValueError(
-                "no_grad_loops would cut off the gradient of every segment but the last; a model "
-                "whose core has segments is trained through all its loops."
-            )
-        for idx, (segment, part) in enumerate(zip(self.segments, self.segment_stacks, strict=True)):
-            passes = segment_passes(
-                partial(self.loop, part=part),
-                begun,
-                segment,
-                conditioning=self.loop_modulation,
-                carry=first_carry(self.config, is_cached=begun.binding.cache is not None),
-                rows_may_stop=not last,
-                num_loops=num_loops,
-                steps=steps,
-                no_grad_loops=no_grad_loops,
-                on_loop=on_loop if idx == last else None,
-            )
-            if idx == last:
-                yield from passes
-            else:
-                begun = begun._replace(initial_state_BTD=last_states(passes))
-
-    def final_state(
-        self,
-        begun: Begun,
-        *,
-        num_loops: NumLoops,
-        step_sizes: Tensor | None = None,
-        no_grad_loops: int | Tensor = 0,
-        on_loop: LoopObserver | None = None,
-    ) -> Tensor:
-        """The state of every row after its own last pass, rows in the order given."""
-        return last_states(
-            self.iterate(
-                begun,
-                num_loops=num_loops,
-                step_sizes=step_sizes,
-                no_grad_loops=no_grad_loops,
-                on_loop=on_loop,
-            )
-        )
-
     def graft_modulation(self, config: ModulationConfig, *, seed: int = 0) -> None:
         """Add loop-conditioned modulation without changing the one-loop function.
 
@@ -427,14 +424,62 @@ class LoopedLM(nn.Module):
         init_weights(modulation, grafted, seed=seed, prefix="modulation")
         self.config, self.modulation = grafted, modulation
 
-    def _steps(
-        self, step_sizes: Tensor | None, num_loops: NumLoops, batch_size: int
-    ) -> Tensor | None:
-        if step_sizes is None:
-            return None
-        if not isinstance(self.config.modulation, TimeModulationConfig):
-            raise ValueError(
-                "step_sizes has no effect: this model is not conditioned on time and step size. "
-                "Leave it out."
-            )
-        return check_step_sizes(step_sizes, num_loops, batch_size=batch_size)
+
+def last_states(passes: Iterable[LoopPass]) -> Tensor:
+    """The state of every row after its own last pass, rows in the order given to the loops."""
+    leaving_parts, order = [], None
+    for done in passes:
+        order = done.rows if done.loop_idx == 0 else order
+        if done.num_leaving:
+            leaving_parts.append(done.state_BTD[done.state_BTD.shape[0] - done.num_leaving :])
+    if order is None:
+        return leaving_parts[0]
+    # The shallowest rows left first, so the parts stand in reverse of the deepest-first order.
+    return torch.cat(leaving_parts[::-1])[torch.argsort(order)]
+
+
+def rows_without_grad(
+    no_grad_loops: int | Tensor, loop_idx: int, rows: Tensor | None
+) -> Tensor | None:
+    """Which rows no gradient enters in this pass: one mark for all or one per active row; None for
+    no row."""
+    if isinstance(no_grad_loops, int):
+        return torch.tensor([True]) if loop_idx < no_grad_loops else None
+    marks = loop_idx < (no_grad_loops if rows is None else no_grad_loops[rows])
+    return marks if bool(marks.any()) else None
+
+
+def detach_rows(x: Tensor, without_grad: Tensor) -> Tensor:
+    """A tensor [B, ...], cut off from its history in the rows marked True; one mark is for all."""
+    if len(without_grad) == 1:
+        return x.detach()
+    marks = without_grad.to(x.device).view(-1, *(1,) * (x.ndim - 1))
+    return torch.where(marks, x.detach(), x)
+
+
+def first_carry(config: ModelConfig, *, is_cached: bool) -> LoopCarry:
+    """The carry before the first loop."""
+    shares = config.loop.cache_policy == "share_first" or config.loop.local_window is not None
+    return LoopCarry(first_keys=() if shares and not is_cached else None)
+
+
+def slots_from_carry(
+    carry: LoopCarry, slots: tuple[KVSlot, ...], *, config: ModelConfig
+) -> tuple[KVSlot, ...]:
+    """The slots of one pass: recording in the first loop, then reading what it recorded."""
+    if carry.first_keys is None:
+        return slots
+    if not carry.first_keys:
+        return tuple(RecordingSlot() for _ in slots)
+    if config.loop.local_window is not None:
+        return tuple(UncachedSlot(shared=GivenKV(k, v)) for k, v in carry.first_keys)
+    return tuple(ReadOnlySlot(GivenKV(k, v)) for k, v in carry.first_keys)
+
+
+def with_first_keys(carry: LoopCarry, slots: tuple[KVSlot, ...]) -> LoopCarry:
+    """The carry with what recording slots hold."""
+    if carry.first_keys != ():
+        return carry
+    recorded = [slot for slot in slots if isinstance(slot, RecordingSlot)]
+    pairs = tuple((s.k, s.v) for s in recorded if s.k is not None and s.v is not None)
+    return carry._replace(first_keys=pairs)

@@ -20,19 +20,7 @@ from torch.utils._pytree import tree_map
 from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
 from depthdial.model.sublayer import SublayerModulation
-from depthdial.model.update import UpdateModulation
-
-
-class EntryModulation(NamedTuple):
-    """z = raw_gain * s + norm_gain * RMSNorm(s) + shift + eta * h_in, each [1 or B, 1, D].
-
-    The first loop has raw_gain 1 and zeros elsewhere, so it enters unchanged.
-    """
-
-    raw_gain: Tensor
-    norm_gain: Tensor
-    shift: Tensor
-    eta: Tensor
+from depthdial.model.update import EntryModulation, UpdateModulation
 
 
 class LoopModulation(NamedTuple):
@@ -349,30 +337,3 @@ def make_conditioning(config: ModelConfig) -> LoopConditioning:
     if isinstance(config.modulation, TimeModulationConfig):
         return TimeModulation(config, config.modulation)
     return ELRModulation(config, config.modulation)
-
-
-def check_step_sizes(step_sizes: Tensor, num_loops: NumLoops, *, batch_size: int) -> Tensor:
-    """Step sizes as [1 or B, loops].
-
-    Args: step_sizes: [loops], or [B, most loops] with zeros after each row's last step.
-    Raises: ValueError unless each row has as many positive steps as loops, adding up to 1.
-    """
-    steps = step_sizes[None] if step_sizes.ndim == 1 else step_sizes
-    loops = torch.as_tensor(num_loops).reshape(-1)
-    if steps.ndim != 2 or len(steps) not in (1, batch_size) or steps.shape[1] < int(loops.max()):
-        raise ValueError(
-            f"step_sizes has shape {tuple(step_sizes.shape)} for {batch_size} rows of up to "
-            f"{int(loops.max())} loops; give [loops], or [rows, most loops]."
-        )
-    steps = steps.to("cpu", torch.float64)
-    loops = loops.expand(max(len(steps), len(loops)))
-    steps = steps.expand(len(loops), -1)
-    expected = torch.arange(steps.shape[1]) < loops[:, None]
-    wrong = ((steps > 0) != expected).any(dim=1) | ((steps.sum(dim=1) - 1).abs() > 1e-4)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"step_sizes of row {row} are {steps[row].tolist()} for {int(loops[row])} loops; give "
-            "one positive step per loop, zeros after them, adding up to 1."
-        )
-    return steps

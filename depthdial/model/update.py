@@ -1,4 +1,4 @@
-"""Initial state, injection of the prelude output, and the state updates.
+"""Initial state, injection of the prelude output, entry of a loop, and the state updates.
 
 All updates share `update(prev, candidate, injected, params, mod)`; loop index and loop count
 reach them only as tensors in `mod`.
@@ -15,11 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, UpdateName
-from depthdial.layers.primitives import wide_dtype
+from depthdial.layers.primitives import rms_normalise, wide_dtype
 from depthdial.model.noise import truncated_normal
 
 MAX_LOG_DECAY = 20.0
 """Above log(width) of any model, whose published decays start at log(1), ..., log(width)."""
+
+
+class EntryModulation(NamedTuple):
+    """z = raw_gain * s + norm_gain * RMSNorm(s) + shift + eta * h_in, each [1 or B, 1, D].
+
+    The first loop has raw_gain 1 and zeros elsewhere, so it enters unchanged.
+    """
+
+    raw_gain: Tensor
+    norm_gain: Tensor
+    shift: Tensor
+    eta: Tensor
 
 
 class UpdateModulation(NamedTuple):
@@ -107,6 +119,17 @@ class Injection(nn.Module):
         decay_D = torch.exp(-dt_D * decay_speed(self.log_decay.to(wide)))
         kept_BTD = decay_D * state_BTD.to(wide)
         return (kept_BTD + dt_D * self.input(h_in_BTD).to(wide)).to(state_BTD.dtype)
+
+
+def enter(injected_BTD: Tensor, h_in_BTD: Tensor, entry: EntryModulation, *, eps: float) -> Tensor:
+    """Loop entry z_i (ELR section 3.4); the norm has no gain of its own."""
+    normed_BTD = rms_normalise(injected_BTD, eps)
+    return (
+        entry.raw_gain * injected_BTD
+        + entry.norm_gain * normed_BTD
+        + entry.shift
+        + entry.eta * h_in_BTD
+    )
 
 
 def replace(
@@ -231,6 +254,15 @@ def _move(prev_BTD: Tensor, candidate_BTD: Tensor, rate: Tensor, mod: UpdateModu
     wide = wide_dtype(prev_BTD.dtype)
     moved_BTD = torch.lerp(prev_BTD.to(wide), candidate_BTD.to(wide), rate.to(wide))
     return moved_BTD.to(prev_BTD.dtype)
+
+
+def anchor(state_BTD: Tensor, first_candidate_BTD: Tensor | None, weight: Tensor) -> Tensor:
+    """(1 - w) state + w first candidate, [B, T, D] (arXiv 2605.23872)."""
+    assert first_candidate_BTD is not None
+    # fp32: a bf16 weight moves in steps of half a percent.
+    wide = wide_dtype(state_BTD.dtype)
+    weight = weight.to(wide)
+    return torch.lerp(state_BTD.to(wide), first_candidate_BTD.to(wide), weight).to(state_BTD.dtype)
 
 
 StateUpdateFunction = Callable[[Tensor, Tensor, Tensor, GateParams, UpdateModulation], Tensor]

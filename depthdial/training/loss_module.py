@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from depthdial.cache.loop_counts import NumLoops
 from depthdial.data.packing import Batch
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.losses import token_divergences, token_losses
 from depthdial.training.trajectory import squared_distance
@@ -28,9 +29,9 @@ class LossModule(nn.Module):
 
         Args: no_grad_loops: first passes, of all rows or per row, that no gradient enters.
         """
-        return self.read_out(self.trunk(batch, num_loops, no_grad_loops), batch.targets_BT)
+        return self.read_out(self.hidden_states(batch, num_loops, no_grad_loops), batch.targets_BT)
 
-    def trunk(
+    def hidden_states(
         self,
         batch: Batch,
         num_loops: NumLoops,
@@ -39,7 +40,7 @@ class LossModule(nn.Module):
         step_sizes: Tensor | None = None,
     ) -> Tensor:
         """The model without its head, [B, T, D]."""
-        return self.model.trunk(
+        call = Call(
             batch.tokens_BT,
             num_loops=num_loops,
             padding_mask_BT=batch.padding_mask_BT,
@@ -47,6 +48,7 @@ class LossModule(nn.Module):
             step_sizes=step_sizes,
             no_grad_loops=no_grad_loops,
         )
+        return self.model.hidden_states(call)
 
     def read_out(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Head and loss together, [B, T] fp32."""

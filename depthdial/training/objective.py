@@ -71,7 +71,7 @@ class Objective(nn.Module):
         compared = self._compared_rows(plan)
         if plan.short is None and compared is None:
             return TokenTerms(self.loss_module(batch, plan.num_loops, plan.no_grad_loops))
-        x_BTD = self.loss_module.trunk(batch, plan.num_loops, plan.no_grad_loops)
+        x_BTD = self.loss_module.hidden_states(batch, plan.num_loops, plan.no_grad_loops)
         if compared is None or self.teacher is None:
             terms = TokenTerms(self.loss_module.read_out(x_BTD, batch.targets_BT))
         else:
@@ -116,7 +116,7 @@ class Objective(nn.Module):
         """Terms of the shorter path added."""
         rows = slice(None) if short.rows is None else short.rows
         part = pick_rows(batch, rows)
-        short_BTD = self.loss_module.trunk(
+        short_BTD = self.loss_module.hidden_states(
             part, short.num_loops, short.no_grad_loops, step_sizes=short.step_sizes
         )
         nll_BT = self.loss_module.read_out(short_BTD, part.targets_BT)

@@ -6,6 +6,7 @@ import torch
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.state import CacheState
 from depthdial.config import CACHE_POLICIES, LoopConfig, ModelConfig
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 TOLERANCE = 1e-5
@@ -187,9 +188,9 @@ def with_exits(model, cache, new, *, num_loops, exits, fill_at_once=False):
 
     Args: fill_at_once: fill before the call is counted as stored.
     """
-    begun = model.begin(new, num_loops=num_loops, cache=cache)
+    begun = model.begin(Call(new, num_loops=num_loops, cache=cache))
     states = torch.zeros_like(begun.h_in_BTD)
-    passes = model.iterate(begun, num_loops=num_loops)
+    passes = model.iterate(begun)
     done = next(passes)
     try:
         while True:
@@ -199,7 +200,7 @@ def with_exits(model, cache, new, *, num_loops, exits, fill_at_once=False):
     except StopIteration:
         if fill_at_once:
             fill_all(cache, exits, num_loops=num_loops)
-        return model.head(model.finish(states, begun, num_loops=num_loops))
+        return model.head(model.finish(states, begun))
 
 
 @pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "collapse_mean"])

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.call import Call
+from depthdial.model.looped_lm import LoopedLM, last_states
 
 PRELUDE, CODA, LOGITS = "prelude", "coda", "logits"
 
@@ -38,11 +39,15 @@ def trace_states(
         states.append(state_BTD.clone())
 
     with torch.no_grad():
-        begun = model.begin(tokens_BT, num_loops=num_loops, initial_state_BTD=initial_state_BTD)
-        last_BTD = model.final_state(
-            begun, num_loops=num_loops, step_sizes=step_sizes, on_loop=record
+        call = Call(
+            tokens_BT,
+            num_loops=num_loops,
+            initial_state_BTD=initial_state_BTD,
+            step_sizes=step_sizes,
+            on_loop=record,
         )
-        coda_BTD = model.finish(last_BTD, begun, num_loops=num_loops)
+        begun = model.begin(call)
+        coda_BTD = model.finish(last_states(model.iterate(begun)), begun)
     return [begun.h_in_BTD, *states, coda_BTD]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from goldens import close, open_golden, states_of
 
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 TOLERANCE = 1e-4
@@ -49,7 +50,7 @@ def test_embeddings_every_layer_and_the_final_norm(case, model):
         )
         for layer in range(NUM_LAYERS)
     ]
-    hidden = model.final_norm(model.trunk(tokens, num_loops=1))
+    hidden = model.final_norm(model.hidden_states(Call(tokens, num_loops=1)))
     for hook in hooks:
         hook.remove()
     close(torch.stack(outputs), case.vectors["layer_outputs"], TOLERANCE)

@@ -12,6 +12,7 @@ import torch
 from goldens import GOLDEN, close, open_golden, states_of
 
 from depthdial.formats.families.registry import map_config
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 LOGITS, STATES = 5e-5, 1e-5
@@ -43,7 +44,7 @@ def test_states_of_every_loop_have_unit_length(case, model):
 
 
 def test_the_loop_starts_from_the_prelude_output(case, model):
-    begun = model.begin(case.vectors["input_ids"], num_loops=1)
+    begun = model.begin(Call(case.vectors["input_ids"], num_loops=1))
     close(begun.h_in_BTD, case.vectors["input_h"], STATES)
     close(begun.initial_state_BTD, case.vectors["input_h"], STATES)
 

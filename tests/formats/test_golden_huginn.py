@@ -4,6 +4,7 @@ import pytest
 import torch
 from goldens import close, open_golden, states_of
 
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 LOGITS, STATES = 2e-4, 1e-4
@@ -53,14 +54,14 @@ def test_zero_is_the_state_of_a_model_imported_with_a_zero_start(case):
 
 
 def test_prelude_output(case, model):
-    begun = model.begin(case.vectors["input_ids"], num_loops=1)
+    begun = model.begin(Call(case.vectors["input_ids"], num_loops=1))
     close(begun.h_in_BTD, case.vectors["prelude_out"], STATES)
 
 
 def test_the_drawn_state_has_the_spread_of_the_released_one(case, model):
     """Truncated normal of sqrt(2 / (5 d)) sqrt(d) = sqrt(2 / 5), cut at three of them."""
     tokens = torch.zeros(64, 64, dtype=torch.long)
-    drawn = model.begin(tokens, num_loops=1).initial_state_BTD
+    drawn = model.begin(Call(tokens, num_loops=1)).initial_state_BTD
     assert case.config.loop.random_state_std == pytest.approx((2 / 5) ** 0.5)
     assert drawn[0].std() == pytest.approx((2 / 5) ** 0.5, rel=0.03)
     assert drawn.abs().max() <= 3 * (2 / 5) ** 0.5

@@ -4,6 +4,7 @@ import pytest
 import torch
 from goldens import close, open_golden, states_of
 
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 LOGITS, STATES = 5e-4, 5e-4
@@ -26,7 +27,7 @@ def test_the_one_model_class_runs_it(model):
 
 @pytest.mark.parametrize("k", range(1, 9))
 def test_logits_and_hidden_of_uniform_paths(case, model, k):
-    hidden = model.final_norm(model.trunk(case.vectors["input_ids"], num_loops=k))
+    hidden = model.final_norm(model.hidden_states(Call(case.vectors["input_ids"], num_loops=k)))
     close(hidden, case.vectors[f"hidden_k{k}"], STATES)
     close(model(case.vectors["input_ids"], num_loops=k), case.vectors[f"logits_k{k}"], LOGITS)
 

@@ -3,6 +3,7 @@
 import pytest
 from goldens import close, open_golden, states_of
 
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.update import decay_rate
 
@@ -40,7 +41,7 @@ def test_states_of_every_loop(case, states):
 
 
 def test_the_loop_starts_from_the_encoder_output(case, model):
-    begun = model.begin(case.vectors["input_ids"], num_loops=1)
+    begun = model.begin(Call(case.vectors["input_ids"], num_loops=1))
     close(begun.initial_state_BTD, case.vectors["state_k0"], STATES)
 
 

@@ -3,6 +3,7 @@
 import pytest
 from goldens import close, open_golden, states_of
 
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 TOLERANCE = 2e-4
@@ -37,5 +38,5 @@ def test_states_before_the_projection(case, model):
 
 
 def test_the_injected_prelude_output_is_normed(case, model):
-    begun = model.begin(case.vectors["input_ids"], num_loops=1)
+    begun = model.begin(Call(case.vectors["input_ids"], num_loops=1))
     close(begun.h_in_BTD, case.vectors["prelude_out"], TOLERANCE)

@@ -15,6 +15,7 @@ from torch import Tensor
 from depthdial.config.recipe import ObjectiveConfig, TrajectoryConfig
 from depthdial.data.packing import Batch
 from depthdial.formats.families.registry import select_rules
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.loss_module import LossModule
 from depthdial.training.losses import count_targets
@@ -34,13 +35,15 @@ class GivenStart(LossModule):
         super().__init__(model)
         self.start_BTD = start_BTD
 
-    def trunk(self, batch, num_loops, no_grad_loops=0, *, step_sizes=None):
-        return self.model.trunk(
-            batch.tokens_BT,
-            num_loops=num_loops,
-            no_grad_loops=no_grad_loops,
-            step_sizes=step_sizes,
-            initial_state_BTD=self.start_BTD,
+    def hidden_states(self, batch, num_loops, no_grad_loops=0, *, step_sizes=None):
+        return self.model.hidden_states(
+            Call(
+                batch.tokens_BT,
+                num_loops=num_loops,
+                no_grad_loops=no_grad_loops,
+                step_sizes=step_sizes,
+                initial_state_BTD=self.start_BTD,
+            )
         )
 
 

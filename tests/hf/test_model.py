@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from depthdial.hf.cache import DepthdialCache
 from depthdial.hf.config import DepthdialConfig
 from depthdial.hf.model import DepthdialForCausalLM
+from depthdial.model.call import Call
 from depthdial.model.checkpoint import load_model, save_model
 from depthdial.model.looped_lm import LoopedLM
 
@@ -119,8 +120,8 @@ def test_a_loop_count_that_the_model_has_not_is_refused(model, num_loops):
 def test_b49_hidden_states_are_prelude_loops_coda_and_the_last_gives_the_logits(model, num_loops):
     out = model(TOKENS, num_loops=num_loops, output_hidden_states=True)
     assert len(out.hidden_states) == num_loops + 2
-    begun = model.model.begin(TOKENS, num_loops=num_loops)
-    loops = [p.state_BTD for p in model.model.iterate(begun, num_loops=num_loops)]
+    begun = model.model.begin(Call(TOKENS, num_loops=num_loops))
+    loops = [p.state_BTD for p in model.model.iterate(begun)]
     expected = [begun.h_in_BTD, *loops]
     assert all(map(torch.equal, out.hidden_states, expected))
     assert torch.equal(model.model.head(out.hidden_states[-1]), out.logits)

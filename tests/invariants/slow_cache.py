@@ -11,9 +11,8 @@ import re
 import torch
 from torch import Tensor
 
-from depthdial.model.call import build_context
-from depthdial.model.carry import LoopCarry
-from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.call import Call, build_context
+from depthdial.model.looped_lm import LoopCarry, LoopedLM
 
 Entry = tuple[Tensor, Tensor]
 """Key and value of one token, [G, C] each."""
@@ -150,7 +149,8 @@ class SlowDecoder:
         """Logits [1, T, V] of the next tokens."""
         model, count = self.model, tokens_1T.shape[1]
         positions = self.length + torch.arange(count)[None]
-        ctx, _ = build_context(tokens_1T, model.config, dtype=torch.float32, positions_BT=positions)
+        given = Call(tokens_1T, num_loops=num_loops, positions_BT=positions)
+        ctx, _ = build_context(given, model.config, dtype=torch.float32)
         call = {key: [SlowToken() for _ in range(count)] for key in self.stored}
         h_in = model.prelude(model.embed(tokens_1T), slots=self._slots("prelude", call), ctx=ctx)
         state = h_in

@@ -16,15 +16,15 @@ from toys import MAX_LOOPS, VOCAB, toy_config, toy_tokens
 from depthdial.config import LoopConfig
 from depthdial.layers.primitives import RMSNorm, SwiGLU
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.modulation import EntryModulation
-from depthdial.model.passes import enter
 from depthdial.model.sublayer import Sublayer, SublayerModulation
 from depthdial.model.update import (
     UPDATES,
+    EntryModulation,
     GateParams,
     StateUpdate,
     UpdateModulation,
     adaptive_rate,
+    enter,
 )
 
 TRAINS = True

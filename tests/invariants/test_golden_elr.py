@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.layers.primitives import RMSNorm
 from depthdial.model.modulation import ELRModulation
-from depthdial.model.passes import enter
 from depthdial.model.sublayer import Sublayer, low_rank_path
 from depthdial.model.update import (
     UPDATES,
@@ -22,6 +21,7 @@ from depthdial.model.update import (
     Injection,
     UpdateModulation,
     adaptive_rate,
+    enter,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "elr"

@@ -19,6 +19,7 @@ from depthdial.config import (
     TimeModulationConfig,
 )
 from depthdial.model import looped_lm
+from depthdial.model.call import Call
 from depthdial.model.count import count_parameters
 from depthdial.model.looped_lm import LoopedLM
 
@@ -282,7 +283,7 @@ def test_a_loop_without_a_set_ignores_the_differences():
 
 def gradients(model, **how):
     model.zero_grad()
-    model.trunk(tokens(2, 6), **how).square().mean().backward()
+    model.hidden_states(Call(tokens(2, 6), **how)).square().mean().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -300,7 +301,9 @@ def test_passes_without_gradient_equal_a_detached_state():
     detached = model_of(name)
     detached.zero_grad()
     observer = lambda i, s, rows: s.detach() if i == 1 else None  # noqa: E731
-    detached.trunk(tokens(2, 6), num_loops=3, on_loop=observer).square().mean().backward()
+    detached.hidden_states(
+        Call(tokens(2, 6), num_loops=3, on_loop=observer)
+    ).square().mean().backward()
     expected = {n: p.grad for n, p in detached.named_parameters() if p.grad is not None}
     assert set(cut) == set(expected)
     for n in cut:
@@ -320,11 +323,13 @@ def test_passes_without_gradient_by_row_equal_each_row_alone(name):
     """What a pass hands on besides the state must be cut off in the same rows."""
     model, x = model_of(name), tokens(2, 6)
     loops, cut = torch.tensor([3, 2]), torch.tensor([2, 0])
-    model.trunk(x, num_loops=loops, no_grad_loops=cut).square().sum().backward()
+    model.hidden_states(Call(x, num_loops=loops, no_grad_loops=cut)).square().sum().backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     for row in range(2):
-        out = model.trunk(x[row : row + 1], num_loops=int(loops[row]), no_grad_loops=int(cut[row]))
+        out = model.hidden_states(
+            Call(x[row : row + 1], num_loops=int(loops[row]), no_grad_loops=int(cut[row]))
+        )
         out.square().sum().backward()
     for n, p in model.named_parameters():
         if p.grad is not None:
@@ -337,8 +342,8 @@ def test_passes_without_gradient_by_row_equal_each_row_alone(name):
 def test_rows_that_are_sent_away_leave_the_others_unchanged():
     model, x = model_of("decay gate"), tokens(3, 6)
     with torch.no_grad():
-        begun = model.begin(x, num_loops=3)
-        passes, states = model.iterate(begun, num_loops=3), {}
+        begun = model.begin(Call(x, num_loops=3))
+        passes, states = model.iterate(begun), {}
         done = next(passes)
         keep = [None, torch.tensor([True, False, True]), torch.tensor([False, True])]
         while True:

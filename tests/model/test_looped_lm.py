@@ -8,9 +8,8 @@ import torch
 from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.layers.state import UncachedSlot
-from depthdial.model.call import build_context
+from depthdial.model.call import Call, SlotBinding, build_context
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.model.passes import SlotBinding
 
 VOCAB, D, K = 23, 16, 4
 UPDATES = ("replace", "residual", "delta", "adaptive_delta")
@@ -139,7 +138,7 @@ def test_reinjection_changes_the_first_loop_too():
 def test_one_replace_loop_is_the_plain_stack():
     """The non-looped network of the same weights, sublayer after sublayer."""
     model = model_of(**{"loop.update": "replace"})
-    ctx, _ = build_context(tokens(), model.config, dtype=torch.float32)
+    ctx, _ = build_context(Call(tokens(), num_loops=1), model.config, dtype=torch.float32)
     x = model.embedding(tokens())
     for sublayer in itertools.chain(model.prelude_stack, model.core_stack, model.coda_stack):
         x = sublayer(x, mod=None, slot=UncachedSlot(), ctx=ctx)
@@ -158,7 +157,7 @@ def test_initial_state_replaces_the_prelude_output_as_first_state():
 
 def test_the_prelude_output_as_initial_state_changes_nothing():
     model = model_of()
-    ctx, _ = build_context(tokens(), model.config, dtype=torch.float32)
+    ctx, _ = build_context(Call(tokens(), num_loops=1), model.config, dtype=torch.float32)
     slots = SlotBinding(None, None, model.num_slots).slots("prelude")
     h_in = model.prelude(model.embed(tokens()), slots=slots, ctx=ctx)
     given = model(tokens(), num_loops=3, initial_state_BTD=h_in)

@@ -13,7 +13,7 @@ from depthdial.model.modulation import (
     SinusoidalEmbedding,
     make_conditioning,
 )
-from depthdial.model.passes import enter
+from depthdial.model.update import enter
 
 K, D = 4, 8
 LOOPS = [(i, k) for k in range(1, K + 1) for i in range(k)]

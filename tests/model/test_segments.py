@@ -6,6 +6,7 @@ import torch
 from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, ModulationConfig
 from depthdial.engine.generate import generate
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
 VOCAB, D, K = 23, 16, 3
@@ -116,7 +117,7 @@ def test_observers_see_the_last_segments_passes():
 
 def test_a_row_cannot_stop_between_the_loops():
     model = LoopedLM(config())
-    passes = model.iterate(model.begin(tokens(), num_loops=2), num_loops=2)
+    passes = model.iterate(model.begin(Call(tokens(), num_loops=2)))
     next(passes)
     with pytest.raises(ValueError, match="cannot stop between the loops of a core in segments"):
         passes.send(torch.tensor([True, False]))
@@ -124,7 +125,7 @@ def test_a_row_cannot_stop_between_the_loops():
 
 def test_passes_without_gradient_are_refused():
     with pytest.raises(ValueError, match="no_grad_loops would cut off"):
-        LoopedLM(config()).trunk(tokens(), num_loops=2, no_grad_loops=1)
+        LoopedLM(config()).hidden_states(Call(tokens(), num_loops=2, no_grad_loops=1))
 
 
 @pytest.mark.parametrize("segments", [(6,), (2, 2), (2, 2, 4)])

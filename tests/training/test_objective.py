@@ -17,6 +17,7 @@ from depthdial.config import (
 )
 from depthdial.config.recipe import DistillConfig, ObjectiveConfig, TrajectoryConfig
 from depthdial.data.packing import IGNORE, Batch
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.cost import step_flops
 from depthdial.training.depth_schedule import DepthSchedule
@@ -197,12 +198,12 @@ def test_terms_of_the_shorter_path_are_those_of_a_second_forward(modulation):
     )
     for row, (loops, path) in enumerate(zip(plan.loops, plan.short_paths, strict=True)):
         tokens = rows.tokens_BT[row : row + 1]
-        long = of.final_norm(of.trunk(tokens, num_loops=loops))[0]
+        long = of.final_norm(of.hidden_states(Call(tokens, num_loops=loops)))[0]
         if not path:
             assert not terms.short_nll_BT[row].any() and not terms.distance_BT[row].any()
             continue
         steps = torch.tensor(path) / loops if is_conditioned else None
-        short_x = of.trunk(tokens, num_loops=len(path), step_sizes=steps)
+        short_x = of.hidden_states(Call(tokens, num_loops=len(path), step_sizes=steps))
         distance = (long - of.final_norm(short_x)[0]).square().mean(dim=-1)
         torch.testing.assert_close(terms.distance_BT[row], distance, atol=1e-5, rtol=1e-4)
         nll = torch.nn.functional.cross_entropy(
@@ -224,9 +225,9 @@ def test_consistency_moves_the_short_path_only():
     found = {n: p.grad.clone() for n, p in of.named_parameters() if p.grad is not None}
     of.zero_grad()
     with torch.no_grad():
-        target = of.final_norm(of.trunk(rows.tokens_BT, num_loops=4))
+        target = of.final_norm(of.hidden_states(Call(rows.tokens_BT, num_loops=4)))
     steps = torch.tensor([0.75, 0.25])
-    short = of.final_norm(of.trunk(rows.tokens_BT, num_loops=2, step_sizes=steps))
+    short = of.final_norm(of.hidden_states(Call(rows.tokens_BT, num_loops=2, step_sizes=steps)))
     (short - target).square().mean().backward()
     for name, grad in found.items():
         torch.testing.assert_close(grad, of.get_parameter(name).grad, atol=1e-6, rtol=1e-4)
