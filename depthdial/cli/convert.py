@@ -13,8 +13,9 @@ import jsonargparse
 import yaml
 from pydantic.fields import FieldInfo
 
+from depthdial.cli.console import remark, result_console
 from depthdial.cli.options import Options, UsageError, new_parser, number
-from depthdial.cli.tables import facts, loop_range, remark, result_console, short_count, table
+from depthdial.cli.tables import facts, loop_range, short_count, table
 from depthdial.config.text import load_yaml
 from depthdial.convert.methods import METHODS
 

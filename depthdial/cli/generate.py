@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jsonargparse
-from rich.text import Text
 
+from depthdial.cli.console import remark, result_console, styled, write
 from depthdial.cli.options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli.sweep import run_sweep, sweep_parser
-from depthdial.cli.tables import loop_range, remark, result_console, short_count, table
+from depthdial.cli.tables import loop_range, short_count, table
 from depthdial.config import CACHE_POLICIES, ModelConfig, check_cache_policy
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def run_generate(options: Options) -> int:
         _print_comparison(options.prompt, results, model.config)
     else:
         [(completion, seconds)] = results
-        print(completion.text)
+        write(completion.text)
         remark(f"{_depth(model.config, completion)}: {_spent(completion, seconds)}")
     return 0
 
@@ -220,7 +220,7 @@ def _print_comparison(
 ) -> None:
     """One row per loop count; the prompt once."""
     console = result_console()
-    console.print(Text.assemble(("prompt  ", "dim"), prompt))
+    console.print(styled("prompt  ", "dim") + styled(prompt))
     rows = [(f"k = {c.num_loops}", c.text.strip("\n")) for c, _ in results]
     console.print(table("", ("", ""), rows, left=(0, 1)))
     for completion, seconds in results:

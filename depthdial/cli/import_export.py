@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import jsonargparse
 
+from depthdial.cli.console import remark, result_console
 from depthdial.cli.inspect import inspect_parser, run_inspect
 from depthdial.cli.options import Options, new_parser
 from depthdial.cli.tables import (
     bullets,
     facts,
     loop_range,
-    remark,
-    result_console,
     short_count,
     size,
 )

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import jsonargparse
 
+from depthdial.cli.console import remark, result_console
 from depthdial.cli.options import Options, loop_counts, new_parser
 from depthdial.cli.tables import (
     bullets,
     facts,
     loop_range,
-    remark,
-    result_console,
     short_count,
     size,
     table,

@@ -10,7 +10,6 @@ modules that `COMMANDS` names; only the chosen one's is imported.
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from depthdial import __version__
+from depthdial.cli.console import leave_closed_pipe, say, write
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_TERMINATED, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
@@ -50,16 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Raised by --help.
             return EXIT_OK if stop.code is None else int(stop.code)
         except KeyboardInterrupt:
-            _say("stopped.")
+            say("stopped.")
             return EXIT_INTERRUPTED
         except BrokenPipeError:
-            # The reader of a pipe left; a later flush of stdout must not fail a second time.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            leave_closed_pipe()
             return EXIT_FAILED
         except (ValueError, OSError, RuntimeError, ImportError, ArithmeticError) as error:
             if debug:
                 raise
-            _say(f"error: {_text_of(error)}")
+            say(f"error: {_text_of(error)}")
             return EXIT_FAILED
 
 
@@ -84,16 +83,16 @@ def help_text() -> str:
 
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(help_text())
+        write(help_text())
         return EXIT_OK if argv else EXIT_USAGE
     if argv[0] == "--version":
-        print(f"depthdial {__version__}")
+        write(f"depthdial {__version__}")
         return EXIT_OK
     name, *rest = argv
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        _say(f"error: unknown command '{name}'.{hint} Commands: {', '.join(COMMANDS)}.")
+        say(f"error: unknown command '{name}'.{hint} Commands: {', '.join(COMMANDS)}.")
         return EXIT_USAGE
     # Here and not at the top: `depthdial --help` stays quick.
     from depthdial.cli.options import UsageError, parse
@@ -102,7 +101,7 @@ def _run(argv: list[str]) -> int:
     try:
         return run(parse(make_parser(), rest))
     except UsageError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return EXIT_USAGE
 
 
@@ -118,7 +117,7 @@ def _one_line_warnings() -> Iterator[None]:
         file: object = None,
         line: str | None = None,
     ) -> None:
-        _say(f"warning: {' '.join(str(message).split())}")
+        say(f"warning: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         # Notes for programmers (deprecations) are not for users of the command.
@@ -126,10 +125,6 @@ def _one_line_warnings() -> Iterator[None]:
             warnings.simplefilter("ignore", category)
         warnings.showwarning = show
         yield
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _text_of(error: Exception) -> str:

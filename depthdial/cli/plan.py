@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import jsonargparse
 import yaml
 
+from depthdial.cli.console import result_console
 from depthdial.cli.options import Options, loop_counts, new_parser, number
-from depthdial.cli.tables import flops, loop_range, result_console, short_count, size, table
+from depthdial.cli.tables import flops, loop_range, short_count, size, table
 from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
 from depthdial.config.text import load_yaml
 

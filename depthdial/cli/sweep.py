@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jsonargparse
 
+from depthdial.cli.console import remark, write
 from depthdial.cli.options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli.sweep_tables import Measurement, as_json, print_tables
-from depthdial.cli.tables import remark
 from depthdial.eval.stats import EQUAL_MARGIN_NATS
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def run_sweep(options: Options) -> int:
         except OSError as error:
             problem = error
     if options.json:
-        print(json.dumps(as_json(measured, margin=margin), indent=2))
+        write(json.dumps(as_json(measured, margin=margin), indent=2))
     else:
         print_tables(measured, margin=margin)
     if problem is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from depthdial.cli.tables import flops, loop_range, result_console, short_count, signed, table
+from depthdial.cli.console import result_console
+from depthdial.cli.tables import flops, loop_range, short_count, signed, table
 from depthdial.eval.stats import BOOTSTRAP_SEED, FEW_DOCUMENTS
 
 if TYPE_CHECKING:

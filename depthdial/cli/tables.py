@@ -7,29 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-
-def result_console() -> Console:
-    """Standard output; numbers are not coloured, brackets are no markup."""
-    return Console(highlight=False, markup=False, emoji=False)
-
-
-def remark(text: str) -> None:
-    """Print a line that is no result, on standard error."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(text, style="dim", markup=False)
+from depthdial.cli.console import styled
 
 
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()
 ) -> Table:
     """A borderless table; columns are flushed right except those whose index is in `left`."""
-    grid = Table(
+    heading = None
+    if title:
         # A title longer than its table stays on one line.
-        title=Text(title, style="bold", no_wrap=True, overflow="ignore") if title else None,
+        heading = styled(title, "bold")
+        heading.no_wrap, heading.overflow = True, "ignore"
+    grid = Table(
+        title=heading,
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -38,9 +31,9 @@ def table(
     )
     for idx, name in enumerate(columns):
         justify = "left" if idx in left else "right"
-        grid.add_column(Text(name, style="dim"), justify=justify, no_wrap=idx not in left)
+        grid.add_column(styled(name, "dim"), justify=justify, no_wrap=idx not in left)
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
+        grid.add_row(*(styled(cell) for cell in row))
     return grid
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import jsonargparse
 import yaml
-from rich.console import Console
 
+from depthdial.cli.console import progress_console, remark, write
 from depthdial.cli.options import (
     Options,
     UsageError,
@@ -22,7 +22,7 @@ from depthdial.cli.options import (
     number,
     recipe_overrides,
 )
-from depthdial.cli.tables import remark, short_count
+from depthdial.cli.tables import short_count
 from depthdial.report.terms import duration
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run_train(options: Options) -> int:
     """Train, and say what came out and what can be done with it."""
     recipe = _recipe(options)
     if options.print_config:
-        print(yaml.safe_dump(recipe.to_dict(), sort_keys=False), end="")
+        write(yaml.safe_dump(recipe.to_dict(), sort_keys=False), end="")
         return 0
     from depthdial.training import pretrain
 
@@ -162,7 +162,7 @@ def run_prepare(options: Options) -> int:
             valid_frac=number(options.valid_frac, "--valid-frac", whole=False),
             overwrite=options.overwrite,
         )
-    print(report)
+    write(report)
     remark(
         f"next: depthdial train tiny-text --data.path {options.out} "
         f"--model.vocab_size {report.vocab_size}"
@@ -201,8 +201,8 @@ def run_report(options: Options) -> int:
         check_is_run(options.baseline)
     remark("measuring every loop count ...")
     paths = report_run(options.run, baseline=options.baseline)
-    print(paths.html)
-    print(paths.curve)
+    write(paths.html)
+    write(paths.curve)
     return 0
 
 
@@ -228,8 +228,8 @@ def run_demo_command(options: Options) -> int:
     """Run the demonstration and print where its report is."""
     from depthdial.studies.demo import run_demo
 
-    paths = run_demo(options.out, quick=options.quick, console=Console(stderr=True))
-    print(paths.html)
+    paths = run_demo(options.out, quick=options.quick, console=progress_console())
+    write(paths.html)
     return 0
 
 
@@ -260,7 +260,7 @@ def _train(recipe: Recipe, start: Callable[[Any], TrainResult], *, first_step: i
     """Run with a progress display on standard error; the result goes to standard output."""
     from depthdial.training.progress import RichObserver
 
-    console = Console(stderr=True)
+    console = progress_console()
     steps = recipe.train.steps
     with RichObserver(recipe.name, steps=steps, first_step=first_step, console=console) as observer:
         result = start(observer)
@@ -274,7 +274,7 @@ def _print_result(result: TrainResult, recipe: Recipe) -> None:
 
     run = RunDir.open(result.path)
     training = run.read_provenance()["training"]
-    print(
+    write(
         f"{result.path}: {result.status} after {result.step:,} of {recipe.train.steps:,} steps, "
         f"{short_count(training['tokens'])} tokens, {duration(training['seconds'])}"
     )
@@ -286,6 +286,6 @@ def _print_result(result: TrainResult, recipe: Recipe) -> None:
             for k in range(1, recipe.model.max_loops + 1)
             if (loss := last.get(f"val/loss_k{k}")) is not None
         ]
-        print(f"validation loss at step {last['step']:,}: {'  '.join(losses)} nats per token")
+        write(f"validation loss at step {last['step']:,}: {'  '.join(losses)} nats per token")
     if result.status == "finished":
         remark(f"next: depthdial sweep {result.path}")

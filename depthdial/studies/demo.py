@@ -72,14 +72,14 @@ def run_demo(folder: str | Path, *, quick: bool = False, console: Console) -> Re
         open_data(job.recipe)
     with _stopped_like_ctrl_c():
         _train_all(jobs, folder, console)
-    console.print("\nMeasuring every loop count ...")
+    console.print("\nMeasuring every loop count ...", markup=False)
     sections = []
     for looped, baseline in zip(jobs[::2], jobs[1::2], strict=True):
         runs = FinishedRun.open(looped.run.path), FinishedRun.open(baseline.run.path)
         sections.append(section_of(*runs))
     paths = write_sections(sections, folder, title="One model, every loop count")
     minutes = (time.perf_counter() - started) / 60
-    console.print(f"Done in {minutes:.1f} minutes. Open {paths.html}", soft_wrap=True)
+    console.print(f"Done in {minutes:.1f} minutes. Open {paths.html}", soft_wrap=True, markup=False)
     return paths
 
 

@@ -35,10 +35,10 @@ class RichObserver:
     def __init__(self, name: str, *, steps: int, first_step: int, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=8),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.completed}/{task.total}", markup=False),
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=console,
         )
@@ -64,16 +64,18 @@ class RichObserver:
         self._progress.start()
         losses = _by_loops(record, "val/loss_k")
         if losses:
-            self._console.print(
-                f"step {record['step']:>6}  validation loss  {_shown(losses)}", highlight=False
-            )
+            self._print(f"step {record['step']:>6}  validation loss  {_shown(losses)}", wrap=True)
             return
         self._losses.update(_by_loops(record, "train/loss_k"))
         numbers = f"{record['train/tok_per_sec']:,.0f} tok/s  loss {_shown(self._losses)}"
         self._progress.update(self._task, completed=record["step"], numbers=numbers)
 
     def notice(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False)
+        self._print(text, wrap=False)
+
+    def _print(self, text: str, *, wrap: bool) -> None:
+        # A path may hold brackets, which are no markup, whatever the console makes of them.
+        self._console.print(text, soft_wrap=not wrap, markup=False, emoji=False, highlight=False)
 
 
 def _by_loops(record: dict[str, Any], prefix: str) -> dict[str, float]:
