@@ -19,6 +19,7 @@ help:
 	@echo "make test-slow      soak, kill and long property runs"
 	@echo "make test-compat    the suite with the lowest and the highest allowed dependencies"
 	@echo "make check-package  build, install elsewhere, import everything, run the README"
+	@echo "make numerics       which numbers a change moved, against tools/numerics.json (a minute)"
 	@echo "make lint           ruff"
 
 demo: $(VENV)/.installed
@@ -35,6 +36,9 @@ test-compat: $(VENV)/.installed-dev
 
 check-package: $(VENV)/.installed-dev
 	$(VENV)/bin/python tools/check_package.py --pip-args="$(PIP_ARGS)"
+
+numerics: $(VENV)/.installed-dev
+	$(VENV)/bin/python tools/numerics.py
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -56,4 +60,4 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 clean:
 	rm -rf $(VENV) build dist
 
-.PHONY: help demo test test-slow test-compat check-package lint clean
+.PHONY: help demo test test-slow test-compat check-package numerics lint clean
