@@ -2,7 +2,8 @@
 
     python tools/numerics.py                     compare with tools/numerics.json
     python tools/numerics.py --only tiny cache   these sections alone
-    python tools/numerics.py --record            write the record anew
+    python tools/numerics.py --add               record what is new; nothing else may differ
+    python tools/numerics.py --record            write the record anew, changed numbers included
 
 Logits, losses, gradients, converted weights, trained weights, generated ids and `plan` tables, of
 tiny models and golden checkpoints, in float64 wherever the library computes in the dtype of the
@@ -27,10 +28,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Sums in another number of threads round differently; tables wrap at the width of the screen.
-os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+# This checkout's package, not an installed one; the tool's own files beside it.
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
 from numerics_models import uniform  # noqa: E402
@@ -59,11 +59,12 @@ class Difference(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Entries by how they compare."""
+    """Entries by how they compare; new: those that the record lacks."""
 
     num_equal: int
     close: list[Difference]
     wrong: list[Difference]
+    new: list[Difference]
 
 
 def digest(tensor: Tensor) -> dict[str, Any]:
@@ -139,11 +140,13 @@ def _short(value: Any) -> str:
 
 
 def compare(old: Record, new: Record) -> Verdict:
-    """Every entry of both sides; one that stands on one side alone is wrong."""
-    num_equal, close, wrong = 0, [], []
+    """Every entry of both sides."""
+    num_equal, close, wrong, added = 0, [], [], []
     for where, a, b in _entries(old, new):
-        if a is _ABSENT:
-            wrong.append(Difference(where, "is not in the record"))
+        if where.endswith(FAILED):
+            wrong.append(Difference(where, "stopped by an error, printed above"))
+        elif a is _ABSENT:
+            added.append(Difference(where, "is not in the record: see --add"))
         elif b is _ABSENT:
             wrong.append(Difference(where, "is in the record alone"))
         elif (found := compare_entry(where, a, b)) is None:
@@ -152,7 +155,7 @@ def compare(old: Record, new: Record) -> Verdict:
             close.append(found)
         else:
             wrong.append(found)
-    return Verdict(num_equal, close, wrong)
+    return Verdict(num_equal, close, wrong, added)
 
 
 _ABSENT = object()
@@ -173,7 +176,9 @@ def _entries(old: Record, new: Record) -> Iterator[tuple[str, Any, Any]]:
 
 def measure(sections: list[str]) -> Record:
     """Run sections, with a line of progress for each."""
+    # Sums in another number of threads round differently; tables wrap at the screen's width.
     torch.set_num_threads(1)
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
     record: Record = {}
     for section in sections:
         started, cases = time.perf_counter(), {}
@@ -209,9 +214,9 @@ def read_record() -> tuple[dict[str, str], Record]:
     return values["made_with"], values["sections"]
 
 
-def write_record(record: Record) -> None:
+def write_record(record: Record, made_with: Mapping[str, str]) -> None:
     """One line for each entry, so that a diff shows which changed."""
-    lines = ["{", f'"made_with": {json.dumps(_versions())},', '"sections": {']
+    lines = ["{", f'"made_with": {json.dumps(dict(made_with))},', '"sections": {']
     for i, (section, cases) in enumerate(record.items()):
         lines.append(f"{json.dumps(section)}: {{")
         for j, (case, entries) in enumerate(cases.items()):
@@ -238,9 +243,10 @@ def report(verdict: Verdict, made_with: Mapping[str, str]) -> int:
     """Print what differs, the worst first; the exit code."""
     print(
         f"{verdict.num_equal} entries are bit-equal, {len(verdict.close)} within "
-        f"{TOLERANCE:.0e}, {len(verdict.wrong)} differ."
+        f"{TOLERANCE:.0e}, {len(verdict.wrong)} differ, {len(verdict.new)} are new."
     )
-    for title, found in (("within tolerance", verdict.close), ("differ", verdict.wrong)):
+    kinds = {"within tolerance": verdict.close, "differ": verdict.wrong, "new": verdict.new}
+    for title, found in kinds.items():
         if not found:
             continue
         found = sorted(found, key=lambda x: -_rank(x))
@@ -252,7 +258,18 @@ def report(verdict: Verdict, made_with: Mapping[str, str]) -> int:
             print(f"  ... and {len(found) - MOST_LINES} more")
     if verdict.wrong and dict(made_with) != _versions():
         print(f"\nThe record was made with {dict(made_with)}; this is {_versions()}.")
-    return 1 if verdict.wrong else 0
+    return 1 if verdict.wrong or verdict.new else 0
+
+
+def with_new(old: Record, new: Record) -> Record:
+    """The record with what it lacks, in the order of today; recorded entries stay."""
+    return {
+        section: {
+            case: new.get(section, {}).get(case, {}) | old.get(section, {}).get(case, {})
+            for case in {**new.get(section, {}), **old.get(section, {})}
+        }
+        for section in {**old, **new}
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -262,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--compare", action="store_true", help="compare with the record (default)")
+    action.add_argument("--add", action="store_true", help="record what the record lacks")
     action.add_argument("--record", action="store_true", help="write the record anew")
     action.add_argument("--list", action="store_true", help="name the sections")
     parser.add_argument(
@@ -273,17 +291,24 @@ def main(argv: list[str] | None = None) -> int:
         for name, section in SECTIONS.items():
             print(f"{name:<8}  {(section.__doc__ or '').splitlines()[0]}")
         return 0
-    if options.record:
-        old = read_record()[1] if RECORD.is_file() and options.only else {}
-        new = old | measure(chosen)
-        if any(FAILED in cases for cases in new.values()):
-            print("A section failed; the record stays what it was.")
-            return 1
-        write_record({section: new[section] for section in SECTIONS if section in new})
-        print(f"{RECORD}: {RECORD.stat().st_size / 1e6:.2f} MB")
-        return 0
-    made_with, old = read_record()
-    return report(compare({s: old.get(s, {}) for s in chosen}, measure(chosen)), made_with)
+    is_first = options.record and not (RECORD.is_file() and options.only)
+    made_with, old = ({}, {}) if is_first else read_record()
+    new = measure(chosen)
+    failed = [section for section, cases in new.items() if FAILED in cases]
+    if not options.record:
+        verdict = compare({s: old.get(s, {}) for s in chosen}, new)
+        code = report(verdict, made_with)
+        if not options.add or verdict.wrong or failed:
+            return code
+        new = with_new(old, new)
+    elif failed:
+        print(f"Failed: {', '.join(failed)}. The record stays what it was.")
+        return 1
+    sections = old | new
+    ordered = {section: sections[section] for section in SECTIONS if section in sections}
+    write_record(ordered, _versions() if options.record else made_with)
+    print(f"{RECORD}: {RECORD.stat().st_size / 1e6:.2f} MB")
+    return 0
 
 
 if __name__ == "__main__":

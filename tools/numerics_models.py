@@ -346,6 +346,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ff relu_squared": {"ff": "relu_squared"},
     "ff half_relu_squared": {"ff": "half_relu_squared", "rotary_pairs": "interleaved"},
     "output_gate": {"output_gate": True, "num_kv_heads": 4},
+    "init_std": {"init_std": 0.3, "modulation": ELR},
     "tied and scaled": {"tie_embeddings": True, "embed_scale": 4.0},
 }
 """Name -> changes of BASE."""

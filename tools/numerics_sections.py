@@ -280,17 +280,38 @@ RUNS: dict[str, dict[str, Any]] = {
             "min_lr_frac": 0.1,
         }
     },
+    "optimizer options": {
+        "optim": {
+            "lr": 3e-3,
+            "adamw_lr": 2e-3,
+            "betas": [0.8, 0.9],
+            "eps": 1e-6,
+            "momentum": 0.9,
+            "weight_decay": 0.3,
+            "warmup_frac": 0.25,
+            "decay_frac": 0.5,
+            "grad_clip": 0.5,
+        }
+    },
     "trajectory": {"objective": {"trajectory": {}}},
     "trajectory by time": {
         "model": {"modulation": n.TIME, "loop": {"update": "replace"}},
         "depth": {"sampler": "independent_uniform"},
-        "objective": {"trajectory": {"short_weight": 0.5}},
+        "objective": {"trajectory": {"short_weight": 0.5, "consistency_weight": 0.3}},
     },
     "loop differences": {"model": {"loop_lora": {"rank": 2, "sets_by_loop": [0, 1]}}},
     "ngpt": {"model": {**n.NGPT, "loop": {"unit_norm": True}}},
     "one loop": {"model": {"max_loops": 1, "num_loops": 1}, "depth": {"sampler": "sync_uniform"}},
 }
 """Runs beside one of each sampler: changes of RECIPE."""
+DISTILLED: dict[str, dict[str, Any]] = {
+    "distilled all": {"objective": {"distill": {"weight": 0.5, "rows": "all"}}},
+    "distilled one_loop": {"objective": {"distill": {"weight": 0.5, "rows": "one_loop"}}},
+    "distilled from another": {
+        "objective": {"distill": {"weight": 0.5, "teacher": "s-fixed", "teacher_loops": 2}}
+    },
+}
+"""Runs that start from a trained model, which is the teacher where none is named."""
 RECIPE: dict[str, Any] = {
     "name": "run",
     "model": n.BASE | {"vocab_size": 32, "split": [2, 2, 2]},
@@ -316,13 +337,13 @@ def train(root: Path) -> Iterator[tuple[str, Entries]]:
         yield name, trained(root / n.file_name(name), changes)
     start = newest_model(root / "s-override")
     without_model = {key: value for key, value in RECIPE.items() if key != "model"}
-    for rows in ("all", "one_loop"):
-        changes = {
-            "train": {"init": str(start), "seed": 4},
-            "objective": {"distill": {"weight": 0.5, "rows": rows}},
-        }
-        name = f"distilled {rows}"
-        yield name, trained(root / name.replace(" ", "-"), changes, recipe=without_model)
+    for name, changes in DISTILLED.items():
+        changes = n.merged(changes, {"train": {"init": str(start), "seed": 4}})
+        teacher = changes["objective"]["distill"].get("teacher")
+        if teacher is not None:
+            folder = str(newest_model(root / teacher))
+            changes = n.merged(changes, {"objective": {"distill": {"teacher": folder}}})
+        yield name, trained(root / n.file_name(name), changes, recipe=without_model)
     run = text_run(root, {"vocab_size": 300}, name="text")
     swept = n.depthdial.sweep(run, TEXTS[:3], context=16, stride=8).to_dict()
     yield "text", run_entries(run) | {"sweep": {key: swept[key] for key in ("loops", "nll_KN")}}
