@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 
@@ -82,7 +81,7 @@ def shown_commands(text):
 @pytest.mark.parametrize("name", [n for n in TEXTS if any(shown_commands(TEXTS[n]))])
 def test_every_flag_shown_exists(name):
     for command, flags in shown_commands(TEXTS[name]):
-        make_parser, _ = import_module(f"depthdial.cli.{COMMANDS[command][0]}").COMMANDS[command]
+        make_parser, _ = COMMANDS[command].functions()
         known = set(re.findall(r"--[\w.-]+", make_parser().format_help()))
         assert set(flags) <= known, (command, set(flags) - known)
 

@@ -6,7 +6,7 @@ What the methods do is in `convert/`; their names and options, which become flag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import jsonargparse
@@ -206,9 +206,3 @@ def _choices(annotation: Any) -> Iterator[str]:
 def _wrapped_methods() -> str:
     """Names, and the summaries below them: together they would pass 80 columns."""
     return "\n".join(f"  {name}\n      {METHODS[name].summary}" for name in METHODS)
-
-
-COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
-    "convert": (convert_parser, run_convert)
-}
-"""Command -> (its parser, what runs it); named in `cli/main.py`."""

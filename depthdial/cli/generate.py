@@ -6,14 +6,13 @@ Flags and values are in `cli/options.py`, layout in `cli/tables.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jsonargparse
 
 from depthdial.cli.console import remark, result_console, styled, write
 from depthdial.cli.options import Options, UsageError, loop_counts, new_parser, number
-from depthdial.cli.sweep import run_sweep, sweep_parser
 from depthdial.cli.tables import loop_range, short_count, table
 from depthdial.config import CACHE_POLICIES, ModelConfig, check_cache_policy
 
@@ -206,13 +205,6 @@ def run_list(options: Options) -> int:
     ):
         console.print(table(title, ("", ""), rows, left=(0, 1)), "")
     return 0
-
-
-COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
-    "sweep": (sweep_parser, run_sweep),
-    "generate": (generate_parser, run_generate),
-    "list": (list_parser, run_list),
-}
 
 
 def _print_comparison(

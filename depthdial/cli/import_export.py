@@ -5,13 +5,11 @@ What they do is in `formats/import_export.py`; here are flags and the lines that
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jsonargparse
 
 from depthdial.cli.console import remark, result_console
-from depthdial.cli.inspect import inspect_parser, run_inspect
 from depthdial.cli.options import Options, new_parser
 from depthdial.cli.tables import (
     bullets,
@@ -123,13 +121,6 @@ def run_export(options: Options) -> int:
     if report.as_it_came:
         remark("config, tensor names and tokenizer are those of the imported checkpoint.")
     return 0
-
-
-COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
-    "import": (import_parser, run_import),
-    "export": (export_parser, run_export),
-    "inspect": (inspect_parser, run_inspect),
-}
 
 
 def _print_import(report: ImportReport) -> None:

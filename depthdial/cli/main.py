@@ -12,31 +12,92 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from depthdial import __version__
 from depthdial.cli.console import leave_closed_pipe, say, write
 
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+    from depthdial.cli.options import Options
+
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_TERMINATED, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
+
+class Command(NamedTuple):
+    """One command: the module below `depthdial.cli` that has its two functions, and a summary.
+
+    Fields:
+        module: of both functions. parser: makes the parser. run: takes its options, returns the
+            exit code. summary: a line of `depthdial --help`.
+    """
+
+    module: str
+    parser: str
+    run: str
+    summary: str
+
+    def functions(self) -> tuple[Callable[[], ArgumentParser], Callable[[Options], int]]:
+        """The parser's maker and the runner; imports the module."""
+        module = import_module(f"depthdial.cli.{self.module}")
+        return getattr(module, self.parser), getattr(module, self.run)
+
+
 COMMANDS = {
-    "demo": ("train", "train, measure and report on this machine (8 to 12 minutes)"),
-    "train": ("train", "train a recipe; any of its keys can be changed by a flag"),
-    "resume": ("train", "continue a run that was stopped"),
-    "prepare": ("train", "turn your text into training data"),
-    "report": ("train", "write the HTML report of a run"),
-    "sweep": ("generate", "loss and cost of a model at every loop count"),
-    "generate": ("generate", "continue a text at one loop count, or at all of them"),
-    "plan": ("plan", "memory, FLOPs and cache of a model before building it"),
-    "import": ("import_export", "turn a published checkpoint into a model folder"),
-    "export": ("import_export", "write a model in a published format"),
-    "convert": ("convert", "make a pretrained model elastic"),
-    "inspect": ("import_export", "what a model is: partition, loops, parameters, cache, text"),
-    "list": ("generate", "shipped recipes, presets and corpora"),
+    "demo": Command(
+        "train",
+        "demo_parser",
+        "run_demo",
+        "train, measure and report on this machine (8 to 12 minutes)",
+    ),
+    "train": Command(
+        "train",
+        "train_parser",
+        "run_train",
+        "train a recipe; any of its keys can be changed by a flag",
+    ),
+    "resume": Command("train", "resume_parser", "run_resume", "continue a run that was stopped"),
+    "prepare": Command(
+        "train", "prepare_parser", "run_prepare", "turn your text into training data"
+    ),
+    "report": Command("train", "report_parser", "run_report", "write the HTML report of a run"),
+    "sweep": Command(
+        "sweep", "sweep_parser", "run_sweep", "loss and cost of a model at every loop count"
+    ),
+    "generate": Command(
+        "generate",
+        "generate_parser",
+        "run_generate",
+        "continue a text at one loop count, or at all of them",
+    ),
+    "plan": Command(
+        "plan", "plan_parser", "run_plan", "memory, FLOPs and cache of a model before building it"
+    ),
+    "import": Command(
+        "import_export",
+        "import_parser",
+        "run_import",
+        "turn a published checkpoint into a model folder",
+    ),
+    "export": Command(
+        "import_export", "export_parser", "run_export", "write a model in a published format"
+    ),
+    "convert": Command(
+        "convert", "convert_parser", "run_convert", "make a pretrained model elastic"
+    ),
+    "inspect": Command(
+        "inspect",
+        "inspect_parser",
+        "run_inspect",
+        "what a model is: partition, loops, parameters, cache, text",
+    ),
+    "list": Command("generate", "list_parser", "run_list", "shipped recipes, presets and corpora"),
 }
-"""Command -> (module, what it does)."""
+"""The one table of commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +132,7 @@ def help_text() -> str:
         "Elastic-depth looped language models: one set of weights, the loop count chosen",
         "per request.",
         "",
-        *(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()),
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
         "",
         f"  {'--version':<{width}}  print the version",
         f"  {'--help':<{width}}  this text; `depthdial COMMAND --help` for one command",
@@ -97,7 +158,7 @@ def _run(argv: list[str]) -> int:
     # Here and not at the top: `depthdial --help` stays quick.
     from depthdial.cli.options import UsageError, parse
 
-    make_parser, run = import_module(f"depthdial.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    make_parser, run = COMMANDS[name].functions()
     try:
         return run(parse(make_parser(), rest))
     except UsageError as error:

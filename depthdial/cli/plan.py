@@ -5,7 +5,6 @@ The numbers come from `model/count/costs.py`; here are flags, what a name stands
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,11 +101,6 @@ def run_plan(options: Options) -> int:
     _print_training(plans[config.loop.cache_policy], config, depth)
     _print_guesses(options.model)
     return 0
-
-
-COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
-    "plan": (plan_parser, run_plan)
-}
 
 
 def _described(name: str) -> tuple[ModelConfig, DepthConfig, str]:

@@ -224,22 +224,13 @@ def demo_parser() -> jsonargparse.ArgumentParser:
     return parser
 
 
-def run_demo_command(options: Options) -> int:
+def run_demo(options: Options) -> int:
     """Run the demonstration and print where its report is."""
-    from depthdial.studies.demo import run_demo
+    from depthdial.studies import demo
 
-    paths = run_demo(options.out, quick=options.quick, console=progress_console())
+    paths = demo.run_demo(options.out, quick=options.quick, console=progress_console())
     write(paths.html)
     return 0
-
-
-COMMANDS: dict[str, tuple[Callable[[], jsonargparse.ArgumentParser], Callable[[Options], int]]] = {
-    "train": (train_parser, run_train),
-    "resume": (resume_parser, run_resume),
-    "prepare": (prepare_parser, run_prepare),
-    "report": (report_parser, run_report),
-    "demo": (demo_parser, run_demo_command),
-}
 
 
 def _recipe(options: Options) -> Recipe:
