@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+PairsHook = Callable[[list[tuple[str, Any]]], Any]
+MAX_DIGITS = 4300
+"""Digits of the largest whole number that Python reads unless told otherwise."""
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -74,7 +79,18 @@ def load_json(text: str) -> Any:
             raise ValueError(f"key '{twice}' is given twice. Remove one of the two.")
         return values
 
-    return json.loads(text, object_pairs_hook=unique)
+    return parse_json(text, object_pairs_hook=unique)
+
+
+def parse_json(text: str, *, object_pairs_hook: PairsHook | None = None) -> Any:
+    """JSON of any origin; what no reader can hold is one plain sentence, like any other slip.
+
+    Raises: ValueError for no JSON, a whole number of too many digits, too many open brackets.
+    """
+    try:
+        return json.loads(text, parse_int=_whole_number, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        raise ValueError("its brackets nest too deeply to be read.") from None
 
 
 def check_plain(value: Any, key: str = "") -> None:
@@ -96,6 +112,13 @@ def check_plain(value: Any, key: str = "") -> None:
             f"{where}{value!r} is of type {type(value).__name__}; allowed are text, numbers, "
             "true, false, null, lists and groups of keys."
         )
+
+
+def _whole_number(digits: str) -> int:
+    # Python's own message names a function of the interpreter, which may also have no limit.
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a whole number has {len(digits):,} digits; at most {MAX_DIGITS:,} go.")
+    return int(digits)
 
 
 def _check_unique(node: yaml.MappingNode) -> None:

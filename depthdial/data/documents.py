@@ -6,12 +6,16 @@ corpora in `corpora.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from depthdial.config.text import parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+PARQUET_ROWS = 1024
+"""Rows read in one go: few in memory, many enough to be quick."""
 
 
 class Document(NamedTuple):
@@ -80,17 +84,18 @@ def read_documents(
 ) -> Iterator[Document]:
     """Documents of the given (name, path) files, in order; rows are named `file:number`.
 
-    Raises: ValueError naming file and line for text that is not UTF-8, not JSON, or
-        lacks `text_field`.
+    Raises: ValueError naming file and line or row for text that is not UTF-8, not JSON, lacks
+        `text_field`, or cannot be read; OSError naming the file.
     """
     for name, path in files:
         suffix = path.suffix.lower()
-        if suffix == ".txt":
-            yield Document(name, _decode(path.read_bytes(), str(path)))
-        elif suffix == ".jsonl":
-            yield from _read_jsonl(name, path, text_field)
-        else:
-            yield from _read_parquet(name, path, text_field)
+        with _naming(path):
+            if suffix == ".txt":
+                yield Document(name, _decode(path.read_bytes(), str(path)))
+            elif suffix == ".jsonl":
+                yield from _read_jsonl(name, path, text_field)
+            else:
+                yield from _read_parquet(name, path, text_field)
 
 
 def nothing_in(num_documents: int) -> str:
@@ -124,8 +129,8 @@ def _read_jsonl(name: str, path: Path, text_field: str) -> Iterator[Document]:
             if not text.strip():
                 continue
             try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
+                row = parse_json(text)
+            except ValueError as error:
                 raise ValueError(f"{where} is not valid JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{where} must be a JSON object, got {type(row).__name__}.")
@@ -142,19 +147,82 @@ def _read_parquet(name: str, path: Path, text_field: str) -> Iterator[Document]:
         raise ValueError(
             f"reading {path} needs pyarrow: pip install 'depthdial[train]', or give jsonl."
         ) from None
+    unreadable = (pyarrow.ArrowException, OSError)
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+        # Damage that still decompresses shows in the checksums alone, where the file has them.
+        file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+    except unreadable as error:
+        if _is_of_the_disk(error):
+            raise
         raise ValueError(f"{path} is not a parquet file: {error}") from None
     with file:
         if text_field not in file.schema_arrow.names:
             raise ValueError(_no_field(str(path), text_field, file.schema_arrow.names))
         number = 0
-        for batch in file.iter_batches(columns=[text_field], batch_size=1024):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                text = _text_of(value, f"{path} row {number}", text_field)
-                yield Document(f"{name}:{number}", text)
+        for group in range(file.num_row_groups):
+            first = number
+            try:
+                for batch in _batches(file, group, text_field, PARQUET_ROWS):
+                    for value in _values(batch.column(0), path, number):
+                        number += 1
+                        text = _text_of(value, f"{path} row {number}", text_field)
+                        yield Document(f"{name}:{number}", text)
+            except unreadable as error:
+                if _is_of_the_disk(error):
+                    raise
+                row = first + 1 + _readable_rows(file, group, text_field, unreadable)
+                raise ValueError(
+                    f"{path} row {row} cannot be read: {error}. Copy the file again, or leave it "
+                    "out."
+                ) from None
+
+
+def _batches(file: Any, group: int, text_field: str, num_rows: int) -> Iterator[Any]:
+    return file.iter_batches(row_groups=[group], columns=[text_field], batch_size=num_rows)
+
+
+def _values(column: Any, path: Path, rows_before: int) -> list[Any]:
+    """Python values of a column. Raises: ValueError naming the row that is not UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        pass
+    for idx, value in enumerate(column):
+        try:
+            value.as_py()
+        except UnicodeDecodeError as error:
+            where = f"{path} row {rows_before + idx + 1}"
+            raise ValueError(_not_utf8(where, error)) from None
+    raise AssertionError("a column is read as its values are")
+
+
+def _readable_rows(
+    file: Any, group: int, text_field: str, unreadable: tuple[type[Exception], ...]
+) -> int:
+    """Rows of a damaged group before the first that cannot be read: those of whole pages."""
+    count = 0
+    try:
+        for batch in _batches(file, group, text_field, 1):
+            count += len(batch)
+    except unreadable:
+        pass
+    return count
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    """Whether the system refused, not the content; pyarrow raises OSError for both."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A disk that fails while a file is read, not opened, does not say which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _text_of(value: object, where: str, text_field: str) -> str:
@@ -188,6 +256,9 @@ def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is not UTF-8 text (byte {raw[error.start]:#x} at {error.start}). Convert it."
-        ) from None
+        raise ValueError(_not_utf8(where, error)) from None
+
+
+def _not_utf8(where: str, error: UnicodeDecodeError) -> str:
+    byte = error.object[error.start]
+    return f"{where} is not UTF-8 text (byte {byte:#x} at {error.start}). Convert it."

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from depthdial.config.text import parse_json
+
 FORMAT = "depthdial-shards"
 FORMAT_VERSION = 2
 SPLITS = ("train", "valid")
@@ -86,7 +88,7 @@ class TokenShards:
         bin_path = directory / f"{split}.bin"
         _check_size(bin_path, counts["tokens"] * dtype.itemsize)
         index = _read_index(directory / f"{split}.index.npy", counts)
-        names = json.loads(_existing(directory / f"{split}.names.json").read_text("utf-8"))
+        names = _read_json(directory / f"{split}.names.json")
         if len(names) != counts["documents"]:
             raise ValueError(
                 f"{directory}: {split}.names.json has {len(names)} names, {META_FILE} promises "
@@ -201,10 +203,7 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             f"{directory} has no {META_FILE}: it is not a prepared folder, or writing it was "
             "interrupted. Prepare it again."
         )
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}). Prepare the folder again.") from None
+    meta = _read_json(path)
     found = (meta.get("format"), meta.get("format_version")) if isinstance(meta, dict) else None
     if found != (FORMAT, FORMAT_VERSION):
         raise ValueError(
@@ -278,6 +277,14 @@ def _existing(path: Path) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing. Prepare the folder again.")
     return path
+
+
+def _read_json(path: Path) -> Any:
+    """Raises: FileNotFoundError; ValueError for a file that is no JSON."""
+    try:
+        return parse_json(_existing(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}). Prepare the folder again.") from None
 
 
 def _check_size(path: Path, expected_bytes: int) -> None:

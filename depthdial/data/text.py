@@ -264,7 +264,7 @@ def _write_splits(
     no_token = one_token = 0
     try:
         for batch in _batches_by_size(read()):
-            ids_of_each = tokenizer.encode_batch([document.text for document in batch])
+            ids_of_each = _encode(batch, tokenizer)
             for document, ids in zip(batch, ids_of_each, strict=True):
                 no_token += not ids
                 one_token += len(ids) == 1
@@ -276,6 +276,20 @@ def _write_splits(
     finally:
         for writer in writers.values():
             writer.close()
+
+
+def _encode(batch: list[Document], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each document. Raises: ValueError naming the one that has none."""
+    try:
+        return tokenizer.encode_batch([document.text for document in batch])
+    except ValueError:
+        # Which one is not told, so they are tried again.
+        for document in batch:
+            try:
+                tokenizer.encode(document.text)
+            except ValueError as error:
+                raise ValueError(f"document '{document.name}': {error}") from error
+        raise
 
 
 def _batches_by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -14,6 +14,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from depthdial.config.text import parse_json
+
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -282,9 +284,10 @@ def _read_backend(path: Path) -> Backend:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """The keys of a tokenizer_config.json."""
+    text = _read_utf8(path)
     try:
-        config = json.loads(_read_utf8(path))
-    except json.JSONDecodeError as error:
+        config = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}.")

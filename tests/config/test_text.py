@@ -10,7 +10,7 @@ import yaml
 
 from depthdial.api.model import load_recipe
 from depthdial.config import ModelConfig, Recipe
-from depthdial.config.text import load_json, load_yaml
+from depthdial.config.text import load_json, load_yaml, parse_json
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,13 @@ def test_a_truncated_json_file_is_named(tmp_path: Path) -> None:
     path.write_text('{"vocab_size": 3')
     with pytest.raises(ValueError, match="config.json is not valid JSON"):
         ModelConfig.from_file(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "1" * 4301, "[-" + "1" * 9000])
+def test_f11_json_that_no_reader_holds_is_a_plain_error(text):
+    with pytest.raises(ValueError, match="nest too deeply|digits; at most 4,300 go"):
+        parse_json(text)
+
+
+def test_f11_the_largest_numbers_are_read_exactly():
+    assert parse_json("1" * 4300) == int("1" * 4300)

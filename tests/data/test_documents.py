@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -92,6 +93,107 @@ def test_damaged_parquet_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(ValueError, match="a.parquet is not a parquet file"):
         read(tmp_path / "a.parquet")
+
+
+def damaged_parquet(path, *, checksums=False, compression="none"):
+    """Two groups of 40 rows in pages of 10; the second group's third page is damaged."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'depthdial[train]'")
+    from pyarrow import parquet
+
+    texts = [f"row {row} " + "x" * 90 for row in range(1, 81)]
+    parquet.write_table(
+        pyarrow.table({"id": range(80), "text": texts}), path, row_group_size=40,
+        use_dictionary=False, write_statistics=False, compression=compression, data_page_size=1,
+        write_batch_size=10, write_page_checksum=checksums,
+    )  # fmt: skip
+    raw = bytearray(path.read_bytes())
+    if compression == "none":
+        # A letter where the file has checksums; where it has none, the length of the text.
+        start = raw.index(b"row 61 ")
+        raw[start if checksums else start - 1] ^= 0x7F
+    else:
+        chunk = parquet.ParquetFile(path).metadata.row_group(1).column(1)
+        middle = chunk.data_page_offset + chunk.total_compressed_size * 5 // 8
+        raw[middle : middle + 8] = b"\xff" * 8
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ({"compression": "none"}, 61),
+        ({"compression": "none", "checksums": True}, 61),
+        ({"compression": "snappy"}, 61),
+        ({"compression": "snappy", "checksums": True}, 61),
+    ],
+)
+def test_f11_one_corrupt_parquet_page_is_named_with_its_first_row(tmp_path, kind, row):
+    """The error of the reader named no file, and was reported as a disk that cannot be written."""
+    damaged_parquet(tmp_path / "a.parquet", **kind)
+    with pytest.raises(ValueError, match=rf"a\.parquet row {row} cannot be read: .*Copy the file"):
+        read(tmp_path / "a.parquet")
+
+
+def test_f11_damage_below_other_columns_does_not_matter(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"id": ["only here"], "text": ["one"]})
+    path.write_bytes(path.read_bytes().replace(b"only here", b"\xff" * 9, 1))
+    assert read(path) == [Document("a.parquet:1", "one")]
+
+
+def test_f11_invalid_utf8_in_a_column_is_named_with_its_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"text": ["fine"] * 2000 + ["spoilt"] + ["fine"] * 5})
+    raw = path.read_bytes()
+    assert raw.count(b"spoilt") >= 1
+    path.write_bytes(raw.replace(b"spoilt", b"spo\xfflt"))
+    message = r"a\.parquet row 2001 is not UTF-8 text .byte 0xff at 3"
+    with pytest.raises(ValueError, match=message):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "x", "id": ' + "9" * 5000 + "}", "a whole number has 5,000 digits"),
+        ('{"text": "x", "id": -' + "9" * 5000 + "}", "a whole number has 5,001 digits"),
+        ('{"text": "x", "tree": ' + "[" * 100_000 + "]" * 100_000 + "}", "brackets nest too deep"),
+        ("[" * 100_000, "brackets nest too deep"),
+        ('{"a":' * 100_000, "brackets nest too deep"),
+    ],
+)
+def test_f11_a_line_of_json_that_no_reader_holds_is_named(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=rf"a\.jsonl line 2 is not valid JSON: .*{message}"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_f11_a_disk_that_fails_while_reading_is_named_with_the_file(tmp_path, suffix, monkeypatch):
+    """The message said that the destination could not be written."""
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        write_parquet(path, {"text": ["one"]})
+        from pyarrow import parquet
+
+        def fail(*args, **kwargs):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(parquet.ParquetFile, "iter_batches", fail)
+    else:
+        path.write_text('{"text": "one"}\n')
+
+        class Broken(io.BytesIO):
+            def read(self, size=-1):
+                raise OSError(5, "Input/output error")
+
+            readinto = readline = __next__ = read
+
+        monkeypatch.setattr("pathlib.Path.open", lambda self, *mode, **rest: Broken())
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read(path)
+    assert caught.value.filename == str(path)
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):

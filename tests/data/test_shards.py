@@ -120,3 +120,12 @@ def test_the_fingerprint_is_the_hash_of_the_token_file(folder):
     shards = TokenShards.open(folder, "train")
     assert shards.fingerprint == hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
     assert shards.fingerprint != TokenShards.open(folder, "valid").fingerprint
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train.names.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "{", b"\xff"])
+def test_f11_a_file_of_the_folder_that_is_no_json_is_named(folder, name, content):
+    raw = content if isinstance(content, bytes) else content.encode()
+    (folder / name).write_bytes(raw)
+    with pytest.raises(ValueError, match=f"{name} is damaged .*Prepare the folder again"):
+        TokenShards.open(folder, "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 
 import pytest
 from hypothesis import given
@@ -257,3 +258,14 @@ def test_saved_tokenizer_equals_training_on_the_train_split(books, tmp_path):
     valid = split_by_hash(names, valid_frac=0.05)
     texts = [(tmp_path / name).read_text() for name in names if name not in valid]
     assert Tokenizer.from_dir(tmp_path / "out").to_json() == train_bpe(texts, 270).to_json()
+
+
+def test_f11_a_document_that_the_tokenizer_cannot_spell_is_named(tmp_path):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    words = Tokenizer(Backend(models.WordLevel({"known": 0, "<|endoftext|>": 1}, unk_token="?")))
+    rows = [{"text": "known"}] * 3 + [{"text": "strange"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with pytest.raises(ValueError, match="document 'a.jsonl:4': this tokenizer of 2 tokens cannot"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=words)
