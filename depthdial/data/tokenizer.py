@@ -204,10 +204,26 @@ class Tokenizer:
         return ()
 
     @property
+    def template_tokens(self) -> tuple[tuple[str, int], ...]:
+        """Spelling and id of each token that the file's own template adds, as the template states
+        them; the vocabulary may contradict it.
+
+        Raises: ValueError for a token that the template uses and does not define.
+        """
+        if self._backend.post_processor is None:
+            return ()
+        return tuple(_stated_tokens(json.loads(self._backend.post_processor.__getstate__())))
+
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         """Spellings of the tokens that are no text, by id."""
         added = self._backend.get_added_tokens_decoder()
         return tuple(added[i].content for i in sorted(added) if added[i].special)
+
+    def tokens_from(self, token_id: int) -> list[tuple[int, str]]:
+        """Id and spelling of every token from an id on, by id; vocabularies have gaps."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return sorted((i, token) for token, i in vocabulary.items() if i >= token_id)
 
     def token_of(self, token_id: int) -> str | None:
         """Spelling of one id; None for an id without token."""
@@ -219,6 +235,23 @@ class Tokenizer:
         if token_id is None:
             raise ValueError(f"token '{token}' is not among the {self.vocab_size} known tokens.")
         return token_id
+
+
+def _stated_tokens(template: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Spellings and ids in one post-processor of a tokenizer.json, by the format's kinds."""
+    for inner in template.get("processors", ()):
+        yield from _stated_tokens(inner)
+    for role in ("cls", "sep"):
+        if role in template:
+            spelling, token_id = template[role]
+            yield spelling, token_id
+    defined = template.get("special_tokens", {})
+    for piece in (*template.get("single", ()), *template.get("pair", ())):
+        name = piece.get("SpecialToken", {}).get("id")
+        if name is not None and name not in defined:
+            raise ValueError(f"the template uses '{name}' and does not define it.")
+    for token in defined.values():
+        yield from zip(token["tokens"], token["ids"], strict=True)
 
 
 def id_list(value: Any, where: str) -> tuple[int, ...]:
@@ -277,9 +310,12 @@ def _read_backend(path: Path) -> Backend:
         )
     text = _read_utf8(path)
     try:
-        return Backend.from_str(text)
+        backend = Backend.from_str(text)
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from None
+    if backend.get_vocab_size(with_added_tokens=True) == 0:
+        raise ValueError(f"{path} has no token at all. Take the tokenizer of a whole checkpoint.")
+    return backend
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from depthdial.formats.text.files import (
     object_or_none,
     other_templates,
 )
+from depthdial.formats.text.vocabulary import check_template, check_vocabulary, wrong_ids
 from depthdial.model.folder import (
     carried_files,
     copy_files,
@@ -114,9 +115,10 @@ def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int | No
     warnings: list[str] = []
     opening_ids: tuple[int, ...] = ()
     if tokenizer is not None:
-        _check_vocabulary(tokenizer, vocab_size)
+        check_vocabulary(folder / TOKENIZER_FILE, tokenizer, vocab_size)
+        check_template(folder / TOKENIZER_FILE, tokenizer)
         statements += _token_statements(folder, tokenizer, warnings)
-        warnings += _wrong_ids(folder, tokenizer)
+        warnings += wrong_ids(folder, tokenizer)
         warnings += _opening_contradiction(tokenizer, tokenizer_config)
         opening_ids = tokenizer.template_ids
     for statement in statements:
@@ -242,24 +244,6 @@ def _token_statements(
             yield Statement(name, role, (token_id,))
 
 
-def _wrong_ids(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
-    """Tokens listed with an id that tokenizer.json contradicts."""
-    decoder = (object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}).get("added_tokens_decoder")
-    listed = [
-        (TOKENIZER_CONFIG_FILE, value.get("content"), key)
-        for key, value in (decoder if isinstance(decoder, dict) else {}).items()
-        if isinstance(value, dict)
-    ]
-    added = object_or_none(folder / "added_tokens.json") or {}
-    listed += [("added_tokens.json", token, str(token_id)) for token, token_id in added.items()]
-    for where, token, stated in listed:
-        # Compared by length first: the vocabulary's own ids have 32 bits.
-        is_id = stated.isdecimal() and len(stated) < 10 and int(stated) < tokenizer.vocab_size
-        own = tokenizer.token_of(int(stated)) if is_id else None
-        if own != token:
-            yield f"{where}: id {stated} is '{token}', but {TOKENIZER_FILE} has '{own}' there."
-
-
 def _opening_contradiction(
     tokenizer: Tokenizer, tokenizer_config: Mapping[str, Any]
 ) -> Iterator[str]:
@@ -275,15 +259,6 @@ def _opening_contradiction(
         )
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        last = tokenizer.vocab_size - 1
-        raise ValueError(
-            f"the tokenizer has ids up to {last} ('{tokenizer.token_of(last)}'), but the model "
-            f"embeds {vocab_size}. Tokenizer and weights must come from the same checkpoint."
-        )
-
-
 def _check_range(statement: Statement, vocab_size: int | None) -> None:
     if vocab_size is None:
         return
@@ -291,7 +266,8 @@ def _check_range(statement: Statement, vocab_size: int | None) -> None:
     if beyond:
         raise ValueError(
             f"{statement.where}: the {statement.role} token has id {beyond[0]}, but the model has "
-            f"{vocab_size} ids, 0 to {vocab_size - 1}. Files of two models are mixed here."
+            f"{vocab_size} ids, 0 to {vocab_size - 1}. Correct the id, or take all files from "
+            "the same checkpoint."
         )
 
 
