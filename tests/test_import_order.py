@@ -14,6 +14,7 @@ import pytest
 PACKAGE = "depthdial"
 ROOT = Path(__file__).parents[1] / PACKAGE
 ORDER = (
+    "disk",
     "config",
     "recipes",
     "report",

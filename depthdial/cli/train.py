@@ -141,7 +141,9 @@ def prepare_parser() -> jsonargparse.ArgumentParser:
         help="share of documents held out, in [0, 1) (0.05)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace DIR if it holds prepared data"
+        "--overwrite",
+        action="store_true",
+        help="replace DIR if it holds prepared data; other files in it stay",
     )
     return parser
 
@@ -152,7 +154,7 @@ def run_prepare(options: Options) -> int:
 
     if options.vocab_size is not None and options.tokenizer is not None:
         raise UsageError("give --vocab-size (to train a tokenizer) or --tokenizer, not both.")
-    with naming_flags("vocab_size", "text_field", "valid_frac", "overwrite"):
+    with naming_flags("vocab_size", "text_field", "valid_frac"):
         report = prepare(
             options.paths,
             options.out,

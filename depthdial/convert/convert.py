@@ -49,8 +49,8 @@ from depthdial.convert.merging import merge_first_pass
 from depthdial.convert.methods import method_named, read_options
 from depthdial.convert.tying import anchored, damped, loop_window, tie_layers
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from depthdial.disk import new_folder
 from depthdial.formats.import_export import copy_licences
-from depthdial.formats.new_folder import new_folder
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, save_model
 from depthdial.model.folder import ORIGIN_FILE, ORIGIN_TENSORS_FILE, copy_files, hash_files
 from depthdial.model.init_weights import init_weights
@@ -164,7 +164,9 @@ def convert(
     source, texts = Path(source), None if texts is None else Path(texts)
     chosen = read_options(method, dict(options or {}))
     read = [source] if texts is None else [source, texts]
-    with new_folder(Path(destination), overwrite=overwrite, apart_from=read) as folder:
+    with new_folder(
+        Path(destination), kind="a model folder", overwrite=overwrite, apart_from=read
+    ) as folder:
         base, tokenizer = load_model(source).eval(), _tokenizer_of(source)
         _check_ids(base.config, tokenizer, source)
         if texts is not None and tokenizer is None:

@@ -126,6 +126,7 @@ def prepare_corpus(
             vocab_size=vocab_size,
             tokenizer=tokenizer,
             origin=origin,
+            wait=True,
         )
     except (ValueError, OSError):
         # Another process may have placed the same folder meanwhile; any other cause stays.

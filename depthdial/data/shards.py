@@ -12,10 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from depthdial.config.text import parse_json
+from depthdial.disk import write_synced
 
 FORMAT = "depthdial-shards"
 FORMAT_VERSION = 2
@@ -211,66 +209,6 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             "Prepare the folder again."
         )
     return meta
-
-
-def check_destination(dst: Path, *, overwrite: bool) -> None:
-    """Refuse to replace what is there, unless it is a prepared folder and `overwrite` is set.
-
-    Raises: ValueError.
-    """
-    if not dst.exists() or (dst.is_dir() and not any(dst.iterdir())):
-        return
-    if not overwrite:
-        raise ValueError(f"{dst} exists. Choose another folder or pass overwrite=True.")
-    if not (dst / META_FILE).is_file():
-        raise ValueError(
-            f"{dst} exists and is not a prepared folder (no {META_FILE}), so overwrite=True does "
-            "not replace it. Remove it yourself or choose another folder."
-        )
-
-
-@contextmanager
-def new_folder(dst: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder beside `dst` that takes its name when the block ends well.
-
-    On any error the temporary folder is removed and `dst` stays as it was.
-    Raises: ValueError if `dst` may not be replaced, at the start or at the end.
-    """
-    check_destination(dst, overwrite=overwrite)
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", suffix=".partial", dir=dst.parent))
-    try:
-        # mkdtemp makes folders private; a prepared folder has the usual rights of its parent.
-        temporary.chmod(0o755)
-        yield temporary
-        check_destination(dst, overwrite=overwrite)
-        _move_into_place(temporary, dst)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write text and wait until it is on disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _move_into_place(temporary: Path, dst: Path) -> None:
-    """Rename, keeping an old folder until the new one stands."""
-    old = temporary.with_suffix(".old")
-    replaced = dst.exists()
-    if replaced:
-        dst.rename(old)
-    try:
-        temporary.rename(dst)
-    except OSError:
-        if replaced:
-            old.rename(dst)
-        raise
-    if replaced:
-        shutil.rmtree(old)
 
 
 def _existing(path: Path) -> Path:

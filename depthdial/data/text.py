@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +29,10 @@ from depthdial.data.shards import (
     META_FILE,
     SPLITS,
     SplitWriter,
-    check_destination,
-    new_folder,
     token_dtype,
-    write_synced,
 )
 from depthdial.data.tokenizer import Tokenizer, train_bpe
+from depthdial.disk import new_folder, write_synced
 
 DEFAULT_VOCAB = 4096
 BATCH_CHARS = 2_000_000
@@ -110,9 +107,9 @@ def prepare(
         text_field: key (jsonl) or column (parquet) of the text.
         valid_frac: expected fraction of documents in the validation split, in [0, 1),
             chosen by a hash of the name; at least one document when there are two.
-        overwrite: replace `dst` if it is a prepared folder.
+        overwrite: replace `dst` if it is a prepared folder; other files in it stay.
 
-    Raises: FileNotFoundError or ValueError naming the file and line at fault.
+    Raises: FileNotFoundError or ValueError naming the file and line at fault; as `new_folder`.
     """
     if not 0.0 <= valid_frac < 1.0:
         raise ValueError(f"valid_frac={valid_frac} must be at least 0 and below 1.")
@@ -130,6 +127,7 @@ def prepare(
         tokenizer=tokenizer,
         unsupported_files=tuple(files.unsupported),
         overwrite=overwrite,
+        apart_from=[Path(path) for path in paths],
     )
 
 
@@ -143,24 +141,28 @@ def prepare_documents(
     origin: dict[str, Any] | None = None,
     unsupported_files: tuple[str, ...] = (),
     overwrite: bool = False,
+    apart_from: Sequence[Path] = (),
+    wait: bool = False,
 ) -> PrepareReport:
     """`prepare` for any source of documents; `read` is called up to three times.
 
     Args:
         choose_valid: picks the validation split by name.
         origin: JSON value kept in meta.json, saying where the documents come from.
+        overwrite, apart_from, wait: as in `new_folder`.
 
     Raises: ValueError, also when no document has text; OSError if the disk refuses, which leaves
         `dst` as it was.
     """
     dst = Path(dst)
-    check_destination(dst, overwrite=overwrite)
-    names, empty_documents = _survey(read)
-    if not names:
-        raise ValueError(f"nothing to prepare: {nothing_in(empty_documents)}.")
-    valid_names = choose_valid(names)
-    tokenizer = _choose_tokenizer(read, valid_names, vocab_size=vocab_size, tokenizer=tokenizer)
-    with _naming(dst), new_folder(dst, overwrite=overwrite) as folder:
+    with new_folder(
+        dst, kind="prepared data", overwrite=overwrite, apart_from=apart_from, wait=wait
+    ) as folder:
+        names, empty_documents = _survey(read)
+        if not names:
+            raise ValueError(f"nothing to prepare: {nothing_in(empty_documents)}.")
+        valid_names = choose_valid(names)
+        tokenizer = _choose_tokenizer(read, valid_names, vocab_size=vocab_size, tokenizer=tokenizer)
         splits, spelled_empty, one_token = _write_splits(read, folder, valid_names, tokenizer)
         if splits["train"]["documents"] == 0:
             raise ValueError("nothing to train on: no document of the train split has a token.")
@@ -202,22 +204,6 @@ def split_by_hash(names: Sequence[str], *, valid_frac: float) -> set[str]:
     ranked = sorted(names, key=_hash_fraction)
     chosen = {name for name in ranked if _hash_fraction(name) < valid_frac}
     return (chosen | {ranked[0]}) - {ranked[-1]}
-
-
-@contextmanager
-def _naming(dst: Path) -> Iterator[None]:
-    """Disk errors of the block say which folder was not written and what stands."""
-    try:
-        yield
-    except OSError as error:
-        # An error with another file's name is of reading, and says so.
-        if error.filename is not None and f".{dst.name}." not in str(error.filename):
-            raise
-        stands = "What was there is unchanged" if dst.exists() else "Nothing was left there"
-        raise OSError(
-            f"could not write {dst}: {error.strerror}. {stands}. Make room or choose another "
-            "folder, and prepare again."
-        ) from error
 
 
 def _survey(read: ReadDocuments) -> tuple[list[str], int]:

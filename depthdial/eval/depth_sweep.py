@@ -23,8 +23,9 @@ from torch import Tensor
 from depthdial.cache.loop_counts import check_num_loops
 from depthdial.data.packing import IGNORE, Batch
 from depthdial.data.pointer_chains import PointerChains
-from depthdial.data.shards import TokenDocument, write_synced
+from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import count_by_depth
+from depthdial.disk import write_synced
 from depthdial.eval.windows import collate, windows
 from depthdial.model.looped_lm import LoopedLM
 

@@ -18,9 +18,9 @@ from depthdial import __version__
 from depthdial.config.model import current_tensor_name
 from depthdial.config.text_files import dump_json
 from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from depthdial.disk import new_folder
 from depthdial.formats.import_export import ExportReport, copy_licences
 from depthdial.formats.model_card import CARD_FILE, write_card
-from depthdial.formats.new_folder import new_folder
 from depthdial.formats.source_folder import check_specs
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
 from depthdial.formats.text.tokens import export_tokens
@@ -81,7 +81,9 @@ def export_hf(
     }
     check_specs(config, specs)
     stored.check_all()
-    with new_folder(destination, overwrite=overwrite, apart_from=[folder]) as place:
+    with new_folder(
+        destination, kind="an exported model", overwrite=overwrite, apart_from=[folder]
+    ) as place:
         if specs.keys() == stored.entries.keys():
             shutil.copyfile(folder / WEIGHTS_FILE, place / WEIGHTS_FILE)
         else:

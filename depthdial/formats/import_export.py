@@ -19,6 +19,7 @@ from torch import Tensor
 
 from depthdial.config import ModelConfig
 from depthdial.config.text_files import LICENCE_PATTERNS, dump_json
+from depthdial.disk import hash_file, new_folder
 from depthdial.formats.families.registry import (
     Buffer,
     Copy,
@@ -31,7 +32,6 @@ from depthdial.formats.families.registry import (
 )
 from depthdial.formats.gguf.files import GgufFile
 from depthdial.formats.model_card import CARD_FILE, loading_code, write_card
-from depthdial.formats.new_folder import new_folder
 from depthdial.formats.source_folder import OpenedSource, open_source, text_folder
 from depthdial.formats.tensors.files import (
     INDEX_FILE,
@@ -50,7 +50,6 @@ from depthdial.model.folder import (
     ORIGIN_TENSORS_FILE,
     Origin,
     carried_files,
-    hash_file,
     local_source,
 )
 
@@ -137,7 +136,9 @@ def import_checkpoint(
     config, files = opened.config, opened.files
     is_gguf = isinstance(files, GgufFile)
     read = path if path.is_file() else opened.folder
-    with new_folder(destination, overwrite=overwrite, apart_from=[read]) as folder:
+    with new_folder(
+        destination, kind="a model folder", overwrite=overwrite, apart_from=[read]
+    ) as folder:
         tokens = _import_text(opened, folder)
         kept = _write_ours(opened, folder)
         (folder / CONFIG_FILE).write_text(config.to_json(), encoding="utf-8")
@@ -191,7 +192,9 @@ def export_checkpoint(
         known.rules(config, values), own.tensors if own is not None and as_it_came else None
     )
     _check_all_exported(rules, stored.entries, family)
-    with new_folder(destination, overwrite=overwrite, apart_from=[folder]) as place:
+    with new_folder(
+        destination, kind="an exported model", overwrite=overwrite, apart_from=[folder]
+    ) as place:
         specs = _write_source(rules, stored, place, own if as_it_came else None, folder)
         values, note = _with_own_format(values, _matrix_format(stored.entries), origin)
         warnings += note

@@ -17,6 +17,7 @@ import torch
 
 from depthdial.config import ModelConfig
 from depthdial.config.text_files import MAX_CONFIG_BYTES, read_json_object
+from depthdial.disk import named_in_errors
 from depthdial.formats.families.registry import (
     Family,
     Get,
@@ -28,7 +29,6 @@ from depthdial.formats.families.registry import (
 )
 from depthdial.formats.gguf.files import GgufFile, find_gguf
 from depthdial.formats.gguf.tokens import write_tokenizer
-from depthdial.formats.new_folder import named_in_errors
 from depthdial.formats.reasons import Reasons
 from depthdial.formats.source_config import MAX_CONTEXT
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec

@@ -8,7 +8,6 @@ do not store. `origin.safetensors` holds the few tensors that cannot be computed
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from depthdial.config.text_files import (
     read_json_object,
 )
 from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from depthdial.disk import hash_file
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_PATTERNS = [
@@ -263,9 +263,3 @@ def _shortened(value: Any) -> str:
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
     """Name -> SHA-256 of files of one folder."""
     return {path.name: hash_file(path) for path in paths}
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

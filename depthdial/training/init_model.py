@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from depthdial.config import ModelConfig, ModulationConfig, Recipe, TimeModulationConfig
+from depthdial.disk import hash_file
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
-from depthdial.model.folder import companions, hash_file
+from depthdial.model.folder import companions
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.patterns import check_patterns, freeze_parameters
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from depthdial.config import StrictConfig
-from depthdial.model.folder import LICENCE_NAMES, hash_file
+from depthdial.disk import fsync_path, hash_file, write_synced, write_whole
+from depthdial.model.folder import LICENCE_NAMES
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
@@ -390,34 +391,6 @@ def problem_of(folder: Path, *, step: int) -> str | None:
         if hash_file(path) != digest:
             return f"the contents of '{name}' changed (SHA-256 differs)"
     return None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file so that a crash leaves the old or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write_synced(temporary, text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_path(path.parent)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a text file and force it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def fsync_path(path: Path) -> None:
-    """Force a file or a folder's entries to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _json_line(values: dict[str, Any], *, indent: int | None = None) -> str:

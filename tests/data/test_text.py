@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthdial.data import text
 from depthdial.data.packing import IGNORE, PackedText
 from depthdial.data.shards import SPLITS, SplitWriter, TokenShards
 from depthdial.data.text import prepare, split_by_hash
 from depthdial.data.tokenizer import Tokenizer, train_bpe
+from depthdial.disk import InUseError
 
 
 @pytest.fixture
@@ -23,6 +25,10 @@ def books(tmp_path):
     for i in range(20):
         (folder / f"{i:02d}.txt").write_text(f"This is book {i}, naïve. " * (i + 1))
     return folder
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def contents(folder):
@@ -213,9 +219,57 @@ def test_overwrite_replaces_a_prepared_folder_and_leaves_nothing_behind(books, t
 
 
 def test_overwrite_does_not_replace_a_folder_of_something_else(books, tmp_path):
-    with pytest.raises(ValueError, match="books exists and is not a prepared folder"):
-        prepare([books], books, overwrite=True)
-    assert len(list(books.iterdir())) == 20
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"mine has no intact \.depthdial\.json.* is not replaced"):
+        prepare([books], tmp_path / "mine", overwrite=True)
+    assert contents(tmp_path / "mine") == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("place", ["out/raw", "out", ".", "out/raw/00.txt"])
+def test_f22_a_folder_is_not_prepared_over_its_own_input(books, tmp_path, place):
+    """`prepare DIR/raw --out DIR --overwrite` once deleted its input and all else in DIR."""
+    prepare([books], tmp_path / "out", vocab_size=270)
+    books.rename(tmp_path / "out" / "raw")
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="lie in one another; what is read is never changed"):
+        prepare([tmp_path / place], tmp_path / "out", vocab_size=270, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_f22_a_loose_file_stays_where_data_are_prepared_again(books, tmp_path):
+    prepare([books], tmp_path / "out", vocab_size=270)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    prepare([books], tmp_path / "out", vocab_size=280, overwrite=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert TokenShards.open(tmp_path / "out", "train").vocab_size == 280
+
+
+def test_f22_data_are_not_prepared_over_a_model_and_not_through_a_link(books, tmp_path, byte_base):
+    prepare([books], tmp_path / "out", vocab_size=270)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    before = tree(tmp_path)
+    with pytest.raises(ValueError, match="link is no folder but a link to .*out"):
+        prepare([books], tmp_path / "link", vocab_size=280, overwrite=True)
+    with pytest.raises(ValueError, match="has no intact .depthdial.json"):
+        prepare([books], byte_base, vocab_size=280, overwrite=True)
+    assert tree(tmp_path) == before and (byte_base / "model.safetensors").is_file()
+
+
+def test_f21_a_second_prepare_into_one_folder_is_refused(books, tmp_path, monkeypatch):
+    """At once, before it has read its input."""
+    refused = []
+
+    def second(*args):
+        with pytest.raises(InUseError, match="out is in use by this process") as error:
+            prepare([books], tmp_path / "out", vocab_size=270)
+        refused.append(error)
+        return write_splits(*args)
+
+    write_splits = text._write_splits
+    monkeypatch.setattr(text, "_write_splits", second)
+    prepare([books], tmp_path / "out", vocab_size=270)
+    assert refused and sorted(path.name for path in tmp_path.iterdir()) == ["books", "out"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

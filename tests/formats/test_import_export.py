@@ -212,7 +212,7 @@ def test_a_destination_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "a" / "mine.txt").write_text("precious")
     with pytest.raises(ValueError, match="exists and is not empty"):
         import_checkpoint(GOLDEN / "llama", tmp_path / "a")
-    with pytest.raises(ValueError, match="is no model folder and is not replaced"):
+    with pytest.raises(ValueError, match="has no intact .*so it is not replaced"):
         import_checkpoint(GOLDEN / "llama", tmp_path / "a", overwrite=True)
     assert hashes(tmp_path / "a").keys() == {"mine.txt"}
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from run_folders import names_in, saved_value, writer
 
-from depthdial.training import run_dir
+from depthdial import disk
 from depthdial.training.run_dir import Checkpoint
 
 
@@ -36,7 +36,7 @@ def test_every_file_and_folder_is_forced_to_disk_before_it_gets_its_name(run, mo
         synced.append((os.fstat(descriptor).st_ino, is_named))
         fsync(descriptor)
 
-    monkeypatch.setattr(run_dir.os, "fsync", record)
+    monkeypatch.setattr(disk.os, "fsync", record)
     saved = run.save_checkpoint(20, writer(2.0), keep=1)
     before = {inode for inode, is_named in synced if not is_named}
     after = {inode for inode, is_named in synced if is_named}

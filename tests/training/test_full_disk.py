@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from run_folders import CONFIG, names_in, saved_value, tree_bytes, writer
 
+from depthdial import disk
 from depthdial.config import LoopConfig
-from depthdial.training import run_dir
 
 
 def no_space(*_arguments, **_options):
@@ -21,7 +21,7 @@ def test_full_disk_while_syncing_keeps_the_earlier_checkpoint_and_the_metrics(ru
     run.append_metrics({"step": 10})
     run.save_checkpoint(10, writer(1), keep=1)
     before = tree_bytes(run.path)
-    monkeypatch.setattr(run_dir.os, "fsync", no_space)
+    monkeypatch.setattr(disk.os, "fsync", no_space)
     with pytest.raises(OSError, match=r"step_20.*No space left.*step_10 is still good") as caught:
         run.save_checkpoint(20, writer(2), keep=1)
     monkeypatch.undo()
@@ -88,7 +88,7 @@ def test_interrupt_while_saving_leaves_no_temporary(run):
 
 
 def test_saving_works_again_when_there_is_space(run, monkeypatch):
-    monkeypatch.setattr(run_dir.os, "fsync", no_space)
+    monkeypatch.setattr(disk.os, "fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
         run.save_checkpoint(20, writer(2), keep=1)
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_real_file_size_limit_loses_nothing(run):
 
 
 def test_full_disk_while_writing_the_config_keeps_the_old_one(run, monkeypatch):
-    monkeypatch.setattr(run_dir.os, "fsync", no_space)
+    monkeypatch.setattr(disk.os, "fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
         run.write_config(LoopConfig(update="replace"))
     monkeypatch.undo()

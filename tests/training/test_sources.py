@@ -130,9 +130,11 @@ def test_a_run_on_chains_resumes_bit_for_bit_without_the_folder(chain_recipe, by
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, byte_base):
     root = tmp_path_factory.mktemp("texts")
+    texts = root / "texts"
+    texts.mkdir()
     for i in range(9):
-        (root / f"{i}.txt").write_text(f"Text {i}. ", encoding="utf-8")
-    prepare([root], root / "prepared", tokenizer=Tokenizer.from_dir(byte_base), valid_frac=0.4)
+        (texts / f"{i}.txt").write_text(f"Text {i}. ", encoding="utf-8")
+    prepare([texts], root / "prepared", tokenizer=Tokenizer.from_dir(byte_base), valid_frac=0.4)
     return root / "prepared"
 
 

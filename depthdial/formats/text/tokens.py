@@ -21,7 +21,7 @@ from depthdial.data.tokenizer import (
     Tokenizer,
     id_list,
 )
-from depthdial.formats.new_folder import named_in_errors
+from depthdial.disk import named_in_errors
 from depthdial.formats.text.files import (
     chat_templates,
     object_or_none,
