@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
+from numerics_measures import Entries  # noqa: E402
 from numerics_models import uniform  # noqa: E402
-from numerics_sections import SECTIONS, Entries  # noqa: E402
+from numerics_sections import SECTIONS  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -47,6 +48,7 @@ FAILED = "(failed)"
 MOST_LINES = 60
 Record = dict[str, dict[str, dict[str, Any]]]
 _directions: list[Tensor] = []
+_shown_errors: set[str] = set()
 
 
 class Difference(NamedTuple):
@@ -144,7 +146,7 @@ def compare(old: Record, new: Record) -> Verdict:
     num_equal, close, wrong, added = 0, [], [], []
     for where, a, b in _entries(old, new):
         if where.endswith(FAILED):
-            wrong.append(Difference(where, "stopped by an error, printed above"))
+            wrong.append(Difference(where, _short(b)))
         elif a is _ABSENT:
             added.append(Difference(where, "is not in the record: see --add"))
         elif b is _ABSENT:
@@ -166,6 +168,9 @@ def _entries(old: Record, new: Record) -> Iterator[tuple[str, Any, Any]]:
         cases, new_cases = old.get(section, {}), new.get(section, {})
         for case in {**cases, **new_cases}:
             a, b = cases.get(case, {}), new_cases.get(case, {})
+            if FAILED in b:
+                yield f"{section} / {case} / {FAILED}", _ABSENT, b[FAILED]
+                continue
             if not a or not b:
                 yield f"{section} / {case}", a or _ABSENT, b or _ABSENT
                 continue
@@ -175,7 +180,7 @@ def _entries(old: Record, new: Record) -> Iterator[tuple[str, Any, Any]]:
 
 
 def measure(sections: list[str]) -> Record:
-    """Run sections, with a line of progress for each."""
+    """Run sections, with a line of progress for each; a case that fails holds its error."""
     # Sums in another number of threads round differently; tables wrap at the screen's width.
     torch.set_num_threads(1)
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
@@ -184,20 +189,28 @@ def measure(sections: list[str]) -> Record:
         started, cases = time.perf_counter(), {}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                for case, entries in SECTIONS[section](Path(folder)):
-                    # Through JSON, so that both sides of a comparison are plain values.
-                    cases[case] = json.loads(json.dumps(kept(entries)))
-                    _progress(f"{section}: {len(cases)} cases, {case}"[:90])
-            except Exception:
-                # The other sections still tell what they know.
-                traceback.print_exc()
-                cases[FAILED] = {"after": len(cases)}
+            for case, run in SECTIONS[section](Path(folder)):
+                _progress(f"{section}: {len(cases)} cases, {case}"[:90])
+                cases[case] = _run(case, run)
         record[section] = cases
         num_entries = sum(map(len, cases.values()))
         seconds = time.perf_counter() - started
         _progress(f"{section}: {len(cases)} cases, {num_entries} entries, {seconds:.1f} s", "\n")
     return record
+
+
+def _run(case: str, run: Callable[[], Entries]) -> dict[str, Any]:
+    """The entries of one case as plain values, through JSON as those that were recorded."""
+    try:
+        return json.loads(json.dumps(kept(run())))
+    except Exception as error:
+        # The other cases still tell what they know; most fail for one reason.
+        text = f"{type(error).__name__}: {error}"
+        if text not in _shown_errors:
+            _shown_errors.add(text)
+            print(f"\nin {case}:", file=sys.stderr)
+            traceback.print_exc()
+        return {FAILED: text}
 
 
 def _progress(text: str, end: str = "") -> None:
@@ -294,11 +307,11 @@ def main(argv: list[str] | None = None) -> int:
     is_first = options.record and not (RECORD.is_file() and options.only)
     made_with, old = ({}, {}) if is_first else read_record()
     new = measure(chosen)
-    failed = [section for section, cases in new.items() if FAILED in cases]
+    failed = [case for cases in new.values() for case in cases if FAILED in cases[case]]
     if not options.record:
         verdict = compare({s: old.get(s, {}) for s in chosen}, new)
         code = report(verdict, made_with)
-        if not options.add or verdict.wrong or failed:
+        if not options.add or verdict.wrong:
             return code
         new = with_new(old, new)
     elif failed:

@@ -27,6 +27,7 @@ from depthdial.config import CACHE_POLICIES, ModelConfig, Recipe
 from depthdial.convert.methods import METHODS
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
+from depthdial.engine.sampling import Sampling
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.presets import preset, preset_names
 from depthdial.model.stopping_rules import STOPPING_RULES, stopping_rule
@@ -40,26 +41,27 @@ __all__ = [
     "LoopedLM",
     "ModelConfig",
     "Recipe",
+    "Sampling",
     "depthdial",
     "generate",
     "preset_names",
     "recipe_names",
-    "run_until",
     "stopping_rule",
 ]
 
 
 def _first(name: str, *modules: str) -> Any:
-    """An object from the first of some modules that exists."""
+    """An object from the first of some modules that exists; None from code that lacks them."""
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError:
             continue
-    raise ImportError(f"{name} is in none of {', '.join(modules)}; tell tools/numerics_models.py.")
+    return None
 
 
 LoopCache = _first("LoopCache", "depthdial.cache.contiguous", "depthdial.model.loop_cache")
+Call = _first("Call", "depthdial.model.call")
 RENAMED = {"visit_deltas": "loop_lora"}
 """Config key, option value or part of a tensor's name -> its present name. The record holds the
 present one; the first one is used where the code still has it."""
@@ -82,9 +84,17 @@ def known(values: Any) -> Any:
     return old.get(values, values) if isinstance(values, str) else values
 
 
-def hidden_states(model: LoopedLM) -> Any:
-    """The method that is `forward` without the head and takes `no_grad_loops`."""
-    return model.hidden_states if hasattr(model, "hidden_states") else model.trunk
+def truncated(model: LoopedLM, ids: Tensor, num_loops: int, no_grad_loops: Tensor) -> Tensor:
+    """Logits whose gradient does not go through the first loops of each row."""
+    arguments: dict[str, Any] = {"num_loops": num_loops, "no_grad_loops": no_grad_loops}
+    if Call is None:
+        return model.head(model.trunk(ids, **arguments))
+    return model.head(model.hidden_states(Call(ids, **arguments)))
+
+
+def until(model: LoopedLM, ids: Tensor, rule: Any, max_loops: int) -> tuple[Tensor, ...]:
+    """Logits [B, T, V], loops [B] and measures [B, L] of rows that a rule stops."""
+    return run_until(model, ids, rule=rule, max_loops=max_loops)[:3]
 
 
 def command(*arguments: str | Path) -> str:

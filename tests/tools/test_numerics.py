@@ -32,7 +32,13 @@ from depthdial.recipes import recipe_names
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-MODULES = ("numerics", "numerics_models", "numerics_sections")
+MODULES = (
+    "numerics",
+    "numerics_measures",
+    "numerics_models",
+    "numerics_sections",
+    "numerics_training",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +61,8 @@ def models(tool):
 
 
 @pytest.fixture(scope="module")
-def sections(tool):
-    return sys.modules["numerics_sections"]
+def runs(tool):
+    return sys.modules["numerics_training"]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +81,14 @@ def run(tool, tmp_path, monkeypatch, capsys):
     for name in ("COLUMNS", "NO_COLOR", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "")
 
-    def run_tool(*arguments: str, cases: dict[str, Any] | Exception) -> tuple[int, str]:
+    def given(entries: dict[str, Any] | Exception) -> dict[str, Any]:
+        if isinstance(entries, Exception):
+            raise entries
+        return entries
+
+    def run_tool(*arguments: str, cases: dict[str, Any]) -> tuple[int, str]:
         def section(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-            if isinstance(cases, Exception):
-                raise cases
-            yield from cases.items()
+            yield from ((name, lambda x=x: given(x)) for name, x in cases.items())
 
         monkeypatch.setattr(tool, "SECTIONS", {"made up": section})
         capsys.readouterr()
@@ -156,22 +165,24 @@ def test_a_new_entry_is_reported_and_added_without_touching_the_others(run, tool
     assert run(cases=case(more=[1]))[0] == 0
 
 
-def test_a_section_that_fails_is_reported_and_not_recorded(run, tool):
-    run("--record", cases=case())
+def test_a_case_that_fails_is_reported_and_not_recorded_and_the_others_still_count(run, tool):
+    both = case() | {"other": {"ids": [1]}}
+    run("--record", cases=both)
     recorded = tool.RECORD.read_text()
-    error = RuntimeError("no such option")
-    assert "made up / (failed)" in run(cases=error)[1]
-    for action in ("--compare", "--add", "--record"):
-        assert run(action, cases=error)[0] == 1
+    failing = both | {"case": RuntimeError("no such option")}
+    code, out = run(cases=failing)
+    assert code == 1 and out.startswith("1 entries are bit-equal, 0 within 1e-12, 1 differ")
+    assert "made up / case / (failed)" in out and "RuntimeError: no such option" in out
+    assert run("--add", cases=failing)[0] == run("--record", cases=failing)[0] == 1
     assert tool.RECORD.read_text() == recorded
 
 
-def test_a_weight_moved_by_a_billionth_is_seen_in_a_real_model(tool, models, sections, record):
+def test_a_weight_moved_by_a_billionth_is_seen_in_a_real_model(tool, models, record):
     model = models.tiny_model("plain")
     expected = {"s": {"c": {k: v for k, v in record["tiny"]["plain"].items() if "logits" in k}}}
 
     def verdict():
-        made = sections.measured(model, has_gradients=False)
+        made = sys.modules["numerics_measures"].measured(model, has_gradients=False)
         wanted = {name: made[name] for name in expected["s"]["c"] if name in made}
         return tool.compare(expected, {"s": {"c": tool.kept(wanted)}})
 
@@ -278,9 +289,9 @@ def test_every_value_of_every_model_field_is_in_a_tiny_model(models):
     ("group", "kind"),
     [("depth", DepthConfig), ("optim", OptimConfig), ("objective", ObjectiveConfig)],
 )
-def test_every_value_of_depth_optimizer_and_objective_is_in_a_run(sections, group, kind):
-    runs = [{"depth": {"sampler": name} | x} for name, x in sections.SAMPLERS.items()]
-    runs += [*sections.RUNS.values(), *sections.DISTILLED.values()]
-    values = [sections.n.merged(sections.RECIPE.get(group, {}), x.get(group, {})) for x in runs]
+def test_every_value_of_depth_optimizer_and_objective_is_in_a_run(runs, group, kind):
+    changes = [{"depth": {"sampler": name} | x} for name, x in runs.SAMPLERS.items()]
+    changes += [*runs.RUNS.values(), *runs.DISTILLED.values()]
+    values = [runs.n.merged(runs.RECIPE.get(group, {}), x.get(group, {})) for x in changes]
     found = {pair for x in values for pair in seen(kind.from_dict(x))}
     assert sorted(set(map(str, wanted(kind))) - set(map(str, found))) == []
