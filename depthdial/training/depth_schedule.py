@@ -1,19 +1,30 @@
 """How many loops each depth slice runs at each optimizer step, as a pure function.
 
 Here live the samplers, the rotating override, the late switch, the rise of a curriculum, the
-loops without gradient, and the marginals they promise. No random state exists anywhere: a draw
-depends on (seed, step, slice) alone, so any process can compute any other's and a resumed run
-repeats them. What the drawn loop count costs is in `model/count/costs.py`. `loops` below is k,
-`max_loops` is K.
+loops without gradient, the marginals they promise, and the random bits of all draws. No random
+state exists anywhere: a draw depends on (seed, step, slice) alone, so any process can compute any
+other's and a resumed run repeats them. `loops` below is k, `max_loops` is K.
+
+    poisson_lognormal   1 + Poisson(exp(mu + sigma z)),  mu = ln r - sigma^2 / 2,  sigma = 1/2
+    poisson_truncated   max(1, Poisson(r))
+
+r is the mean of the rate, so the first has mean r + 1 (as its source does). Every draw above
+`max_loops` runs `max_loops`: no model is run deeper than its config says it was trained. With
+`max_loops` of three times r = 32 that concerns 8 in 1,000 draws of the first, none of the second.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import isqrt
+from statistics import NormalDist
 from typing import Literal, Self
+
+import numpy as np
 
 from depthdial.config import DepthConfig, SamplerName
 from depthdial.config.training import (
@@ -21,17 +32,23 @@ from depthdial.config.training import (
     POISSON_SAMPLERS,
     SHARED_DRAW_SAMPLERS,
 )
-from depthdial.training.curriculum import Curriculum, risen_loops
-from depthdial.training.poisson_depth import (
-    BITS_PER_DRAW,
-    PoissonSampler,
-    poisson_loops,
-    poisson_probabilities,
-)
-from depthdial.training.random_bits import DEPTH_STREAM, RANDOM_BITS, random_bits
 
 INDEPENDENT_SAMPLERS = ("independent_uniform", "independent_weighted", "poisson_truncated")
 WEIGHTED_SAMPLERS = ("sync_weighted", "independent_weighted")
+Curriculum = Literal["none", "linear", "one_minus_sqrt"]
+PoissonSampler = Literal["poisson_lognormal", "poisson_truncated"]
+SIGMA = 0.5
+"""Standard deviation of the log of the rate (arXiv 2502.05171)."""
+BITS_PER_DRAW = 2
+"""Integers of random bits that one draw takes: of the Poisson number, of its rate."""
+# Nodes of the integral over z; the trapezoid rule is exact to rounding for a smooth integrand
+# that vanishes at both ends.
+QUADRATURE_POINTS, QUADRATURE_END = 2001, 9.0
+# High key words of the counter-based generator: keep the kinds of draws apart from each other
+# and from anything else that takes the same seed.
+DEPTH_STREAM = 0xDE97
+PATH_STREAM = 0x9A78
+RANDOM_BITS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,3 +348,89 @@ def _decimal(value: float) -> Fraction:
     a slice.
     """
     return Fraction(str(float(value)))
+
+
+def risen_loops(curriculum: Curriculum, full_loops: int, *, step: int, num_steps: int) -> int:
+    """Loop count after `step` of the rise's `num_steps` steps.
+
+        r(t) = max(1, ceil(r_max f(t / T))),  f(u) = u  or  1 - sqrt(1 - u)
+
+    Args:
+        full_loops: r_max, reached at step T = `num_steps` and kept from there on.
+        step: 0-based step since the rise began.
+
+    Source: arXiv 2511.07384; it calls the second form "1-sqrt", which starts slowly.
+    """
+    if curriculum == "none" or step >= num_steps:
+        return full_loops
+    if curriculum == "linear":
+        return max(1, -(-full_loops * step // num_steps))
+    # ceil(r - r sqrt(q)) = r - floor(sqrt(r^2 q)), and the square root of a fraction rounds
+    # down to that of its floor.
+    left = full_loops**2 * (num_steps - step) // num_steps
+    return max(1, full_loops - isqrt(left))
+
+
+def poisson_loops(
+    bits: Sequence[int], *, sampler: PoissonSampler, mean_loops: int, max_loops: int
+) -> int:
+    """Loop count in 1..max_loops from `BITS_PER_DRAW` integers of 64 random bits."""
+    uniform = open_uniform(bits[0])
+    if sampler == "poisson_truncated":
+        return max(1, _poisson(uniform, rate=mean_loops, limit=max_loops))
+    log_rate = math.log(mean_loops) - SIGMA**2 / 2 + SIGMA * _normal(open_uniform(bits[1]))
+    return 1 + _poisson(uniform, rate=math.exp(log_rate), limit=max_loops - 1)
+
+
+def poisson_probabilities(
+    sampler: PoissonSampler, *, mean_loops: int, max_loops: int
+) -> tuple[float, ...]:
+    """Share of draws at k = 1..max_loops; the last holds everything above it too."""
+    counts = np.arange(max_loops)
+    if sampler == "poisson_truncated":
+        shares = _pmf(counts, float(mean_loops))
+        below = np.concatenate([[shares[0] + shares[1]], shares[2:]]) if max_loops > 1 else []
+    else:
+        z = np.linspace(-QUADRATURE_END, QUADRATURE_END, QUADRATURE_POINTS)
+        weights = np.exp(-(z**2) / 2)
+        rates = np.exp(math.log(mean_loops) - SIGMA**2 / 2 + SIGMA * z)
+        below = _pmf(counts[: max_loops - 1, None], rates) @ (weights / weights.sum())
+    return (*(float(share) for share in below), max(0.0, 1.0 - float(np.sum(below))))
+
+
+def _poisson(uniform: float, *, rate: float, limit: int) -> int:
+    """Smallest n whose distribution function exceeds `uniform`, or `limit` if that is larger."""
+    log_rate, cumulative = math.log(rate), 0.0
+    for n in range(limit):
+        cumulative += math.exp(n * log_rate - rate - math.lgamma(n + 1))
+        if uniform < cumulative:
+            return n
+    return limit
+
+
+def _normal(uniform: float) -> float:
+    """Standard normal value with this distribution function."""
+    return NormalDist().inv_cdf(uniform)
+
+
+def _pmf(counts: np.ndarray, rate: np.ndarray | float) -> np.ndarray:
+    """Probability of each count at each rate; log space, as a large rate's e^-rate is 0."""
+    log_factorials = np.vectorize(math.lgamma, otypes=[float])(counts + 1)
+    return np.exp(counts * np.log(rate) - rate - log_factorials)
+
+
+def random_bits(seed: int, *, stream: int, step: int, draw_idx: int, count: int) -> list[int]:
+    """`count` independent integers of 64 random bits.
+
+    Raw bits, because numpy promises a fixed stream for a bit generator but not for the
+    distributions drawn from it. The lowest 64 bits of the counter are the generator's own.
+    """
+    key = seed | stream << 64
+    counter = draw_idx << 64 | step << 128
+    return [int(bits) for bits in np.random.Philox(key=key, counter=counter).random_raw(count)]
+
+
+def open_uniform(bits: int) -> float:
+    """A number in (0, 1), both ends excluded, from 64 bits."""
+    # 52 bits and the half are exact in a double; with 53 the largest value would round to 1.
+    return ((bits >> 12) + 0.5) * 2.0**-52

@@ -13,8 +13,7 @@ from depthdial.cache.loop_counts import NumLoops
 from depthdial.data.packing import Batch
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.training.losses import token_divergences, token_losses
-from depthdial.training.trajectory import squared_distance
+from depthdial.training.losses import squared_distance, token_divergences, token_losses
 
 
 class LossModule(nn.Module):

@@ -20,8 +20,8 @@ from depthdial.training.depth_schedule import (
     loops_for_step,
     no_grad_loops_at,
 )
+from depthdial.training.losses import short_path, stacked_steps
 from depthdial.training.objective import RowPlan, ShortRows
-from depthdial.training.trajectory import short_path, stacked_steps
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from depthdial.formats.families.registry import select_rules
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.loss_module import LossModule
-from depthdial.training.losses import count_targets
+from depthdial.training.losses import count_targets, short_path
 from depthdial.training.objective import Objective, TokenTerms, count_positions
 from depthdial.training.step_plan import StepPlan, plan_rows
-from depthdial.training.trajectory import short_path
 
 TRAINS = True
 LOSS, RELATIVE = 2e-5, 1e-4

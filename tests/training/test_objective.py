@@ -22,13 +22,12 @@ from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.cost import step_flops
 from depthdial.training.depth_schedule import DepthSchedule
 from depthdial.training.loss_module import LossModule
-from depthdial.training.losses import count_targets, step_loss_share, token_divergences
+from depthdial.training.losses import count_targets, short_path, step_loss_share, token_divergences
 from depthdial.training.objective import Objective, RowPlan, count_positions
 from depthdial.training.optim import Optimizers
 from depthdial.training.step import train_step
 from depthdial.training.step_plan import StepPlan, plan_rows, plan_step
 from depthdial.training.teacher import Teacher
-from depthdial.training.trajectory import short_path
 
 VOCAB, CONTEXT, ROWS = 31, 10, 4
 DISTILL = ObjectiveConfig(distill=DistillConfig(weight=0.5))

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthdial.config import DepthConfig
-from depthdial.training.curriculum import risen_loops
 from depthdial.training.depth_schedule import (
     DepthSchedule,
     depth_probabilities,
@@ -17,9 +16,11 @@ from depthdial.training.depth_schedule import (
     mean_loops,
     no_grad_loops_at,
     num_loops_at,
+    poisson_loops,
+    poisson_probabilities,
+    risen_loops,
     risen_loops_at,
 )
-from depthdial.training.poisson_depth import poisson_loops, poisson_probabilities
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "parcae" / "depth_draws.json"
 UNLIMITED = 400
