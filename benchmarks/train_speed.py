@@ -32,8 +32,9 @@ from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.data.packing import Batch
 from depthdial.model.count import executed_sublayers, flops_per_token
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.training.parallel import compile_blocks
 from depthdial.training.provenance import collect_provenance
-from depthdial.training.step import BlockCompiler, LossModule, autocast
+from depthdial.training.step import LossModule, RowPlan, autocast
 
 CONTEXT = 256
 CPU = torch.device("cpu")
@@ -138,19 +139,13 @@ def our_steps(
     )
     module = LossModule(LoopedLM(config))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    compiler = BlockCompiler(module) if compiled else None
+    if compiled:
+        compile_blocks(module)
     targets = batch.targets_BT.numel()
 
     def step_at(num_loops: int) -> Callable[[], None]:
-        step = trainer(module, lambda: module(batch, num_loops).sum() / targets)
-        if compiler is None:
-            return step
-
-        def compiled_step() -> None:
-            with compiler.active():
-                step()
-
-        return compiled_step
+        plan = RowPlan(num_loops)
+        return trainer(module, lambda: module(batch, plan).nll_BT.sum() / targets)
 
     return {num_loops: step_at(num_loops) for num_loops in loops}
 

@@ -34,6 +34,8 @@ class Batch(NamedTuple):
     """int64, equal inside a document, different from its neighbours; None: not isolated."""
     padding_mask_BT: Tensor | None = None
     """bool, True on real tokens; None: no padding."""
+    weights_BT: Tensor | None = None
+    """float, weight of each target in the loss, at least 0; None: 1 for every target."""
 
 
 class RowSource(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,14 @@ LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
 """(loop_idx, state_BTD, rows) -> None, or a replacement for the state; rows: see `LoopPass`."""
 
 
+class Blocks(NamedTuple):
+    """Compiled forms of `LoopedLM.prelude`, `.loop` and `.coda`, with their arguments."""
+
+    prelude: Callable[..., Tensor]
+    loop: Callable[..., Any]
+    coda: Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
 class Call:
     """What a caller says about one call of the model; all rows in the caller's order.
@@ -50,6 +58,7 @@ class Call:
         step_sizes: of the loops, [loops] or [B, most loops], for a model conditioned on time.
         no_grad_loops: first passes, of all rows or per row [B], that no gradient enters.
         on_loop: called after each pass; may return a replacement for the state.
+        blocks: run in place of the model's own prelude, loop and coda; None for those.
 
     Raises: ValueError for tokens of a useless shape, or a loop count that is not allowed.
     """
@@ -65,6 +74,7 @@ class Call:
     step_sizes: Tensor | None = None
     no_grad_loops: int | Tensor = 0
     on_loop: LoopObserver | None = None
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         tokens_BT = self.tokens_BT

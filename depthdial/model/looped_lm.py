@@ -203,7 +203,8 @@ class LoopedLM(nn.Module):
             positions_BT=ctx.positions_BT,
             most_positions=longest if call.positions_BT is None else None,
         )
-        h_in_BTD = self.prelude(x_BTD, slots=binding.slots("prelude"), ctx=ctx)
+        prelude = self.prelude if call.blocks is None else call.blocks.prelude
+        h_in_BTD = prelude(x_BTD, slots=binding.slots("prelude"), ctx=ctx)
         state_BTD = call.initial_state_BTD
         if state_BTD is None:
             state_BTD = initial_state(h_in_BTD, ctx.positions_BT, self.config.loop)
@@ -235,6 +236,7 @@ class LoopedLM(nn.Module):
     ) -> Generator[LoopPass, Tensor | None, None]:
         """All passes of one segment; part: None where it is the whole core."""
         call, ctx = begun.call, begun.ctx
+        loop = self.loop if call.blocks is None else call.blocks.loop
         state_BTD, h_in_BTD = begun.initial_state_BTD, begun.h_in_BTD
         batch_size = h_in_BTD.shape[0]
         carry = first_carry(self.config, is_cached=call.cache is not None)
@@ -253,7 +255,7 @@ class LoopedLM(nn.Module):
             without_grad = rows_without_grad(call.no_grad_loops, loop_idx, rows)
             is_cut = without_grad is not None and bool(without_grad.all())
             with torch.no_grad() if is_cut else nullcontext():
-                state_BTD, carry = self.loop(
+                state_BTD, carry = loop(
                     state_BTD,
                     h_in_BTD,
                     mod=mod,
@@ -300,7 +302,8 @@ class LoopedLM(nn.Module):
             )
         mods = self.modulation.for_coda(num_loops)
         slots = begun.binding.slots("coda")
-        x_BTD = self.coda(state_BTD, mods=mods, slots=slots, ctx=begun.ctx)
+        coda = self.coda if begun.call.blocks is None else begun.call.blocks.coda
+        x_BTD = coda(state_BTD, mods=mods, slots=slots, ctx=begun.ctx)
         if cache is not None and begun.binding.cache_call is not None:
             cache.advance(begun.binding.cache_call)
         return x_BTD

@@ -23,7 +23,7 @@ from depthdial.model.checkpoint import load_model
 from depthdial.training.patterns import freeze_parameters
 from depthdial.training.pretrain import resume, train
 from depthdial.training.run_dir import RunDir
-from depthdial.training.step import LossModule
+from depthdial.training.step import LossModule, RowPlan
 
 LOOPS = (1, 2, 3, 4)
 CORE = "10:20"
@@ -185,6 +185,6 @@ def step_seconds(
 def _timed(loss_module: LossModule, batch: Batch, num_loops: int) -> float:
     started = time.process_time()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_module(batch, num_loops).mean()
+        loss = loss_module(batch, RowPlan(num_loops)).nll_BT.mean()
     loss.backward()
     return time.process_time() - started

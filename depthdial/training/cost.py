@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from depthdial.config import ModelConfig
 from depthdial.config.recipe import ObjectiveConfig
 from depthdial.model.count import flops_per_token
-from depthdial.training.step_plan import StepPlan
+from depthdial.training.step import StepPlan
 from depthdial.training.teacher import Teacher
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthdial.data.packing import IGNORE
+from depthdial.data.packing import IGNORE, Batch
+from depthdial.layers.primitives import wide_dtype
 from depthdial.training.depth_schedule import PATH_STREAM, RANDOM_BITS, random_bits
 
 
@@ -25,7 +26,7 @@ def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
     Logits at position t are compared with `targets_BT[:, t]`: shifting is the data's business.
 
-    Returns: [B, T] float32.
+    Returns: [B, T] float32, float64 for float64 logits.
     Raises: ValueError if the shapes do not belong together.
     """
     if logits_BTV.ndim != 3 or logits_BTV.shape[:2] != targets_BT.shape:
@@ -36,7 +37,7 @@ def token_losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     # fp32: the log of a sum over V bf16 exponentials keeps two digits, less than what one
     # training step changes; bf16 logits themselves are exact in fp32.
     nll_N = F.cross_entropy(
-        logits_BTV.float().flatten(0, 1),
+        logits_BTV.to(wide_dtype(logits_BTV.dtype)).flatten(0, 1),
         targets_BT.flatten(),
         ignore_index=IGNORE,
         reduction="none",
@@ -50,7 +51,7 @@ def token_divergences(logits_BTV: Tensor, teacher_logits_BTV: Tensor, targets_BT
         sum_v p_v (log p_v - log q_v),  p of the teacher, q of the student
 
     The forward direction: the student must cover everything that the teacher thinks possible.
-    Returns: [B, T] float32; no gradient reaches the teacher.
+    Returns: [B, T] as `token_losses`; no gradient reaches the teacher.
     Raises: ValueError if the shapes do not belong together.
     """
     if logits_BTV.shape != teacher_logits_BTV.shape or logits_BTV.shape[:2] != targets_BT.shape:
@@ -61,12 +62,11 @@ def token_divergences(logits_BTV: Tensor, teacher_logits_BTV: Tensor, targets_BT
         )
     # fp32, as for `token_losses`; only scored positions, to spare V floats for each other one.
     is_scored_BT = targets_BT != IGNORE
-    student_NV = torch.log_softmax(logits_BTV[is_scored_BT].float(), dim=-1)
-    teacher_NV = torch.log_softmax(teacher_logits_BTV[is_scored_BT].detach().float(), dim=-1)
+    wide = wide_dtype(logits_BTV.dtype)
+    student_NV = torch.log_softmax(logits_BTV[is_scored_BT].to(wide), dim=-1)
+    teacher_NV = torch.log_softmax(teacher_logits_BTV[is_scored_BT].detach().to(wide), dim=-1)
     divergence_N = F.kl_div(student_NV, teacher_NV, log_target=True, reduction="none").sum(dim=-1)
-    return torch.zeros_like(targets_BT, dtype=torch.float32).masked_scatter(
-        is_scored_BT, divergence_N
-    )
+    return torch.zeros_like(targets_BT, dtype=wide).masked_scatter(is_scored_BT, divergence_N)
 
 
 def count_targets(targets_BT: Tensor) -> int:
@@ -74,7 +74,25 @@ def count_targets(targets_BT: Tensor) -> int:
     return int((targets_BT != IGNORE).sum())
 
 
-def step_loss_share(nll_BT: Tensor, *, step_targets: int) -> Tensor:
+def total_weight(batch: Batch) -> float:
+    """Sum of the weights of the targets that carry loss: their number without token weights.
+
+    Raises: ValueError for a weight that is negative or not finite.
+    """
+    if batch.weights_BT is None:
+        return count_targets(batch.targets_BT)
+    weights_BT = batch.weights_BT
+    if not bool((torch.isfinite(weights_BT) & (weights_BT >= 0)).all()):
+        raise ValueError("token weights must be finite and at least 0.")
+    return float(torch.where(batch.targets_BT != IGNORE, weights_BT, 0.0).double().sum())
+
+
+def weighted(values_BT: Tensor, batch: Batch) -> Tensor:
+    """Token values times the batch's token weights, if it has some."""
+    return values_BT if batch.weights_BT is None else values_BT * batch.weights_BT
+
+
+def step_loss_share(nll_BT: Tensor, *, step_weight: float) -> Tensor:
     """What one micro-batch adds to the loss of its optimizer step.
 
     Dividing by the targets of the whole step, not of the micro-batch, makes the shares add up
@@ -82,16 +100,17 @@ def step_loss_share(nll_BT: Tensor, *, step_targets: int) -> Tensor:
     does not change its weight. A micro-batch without targets adds 0 and zero gradients.
 
     Args:
-        step_targets: targets that carry loss in the whole global batch, over all ranks.
+        step_weight: summed weight of the targets in the whole global batch, over all ranks.
 
     Raises: ValueError if the step has none.
     """
-    if step_targets < 1:
+    if step_weight <= 0:
         raise ValueError(
-            f"the optimizer step has step_targets={step_targets}; a loss needs at least one target "
-            f"that is not {IGNORE}. Check the loss mask and the data of this batch."
+            f"the targets of the optimizer step weigh {step_weight}; a loss needs at least one "
+            f"target that is not {IGNORE}, of a weight above 0. Check the loss mask and the data "
+            "of this batch."
         )
-    return nll_BT.sum() / step_targets
+    return nll_BT.sum() / step_weight
 
 
 class DepthLosses:
@@ -103,8 +122,8 @@ class DepthLosses:
     def __init__(self) -> None:
         self._parts: list[tuple[tuple[int, ...], Tensor, Tensor]] = []
 
-    def add(self, nll_BT: Tensor, targets_BT: Tensor, *, loops_per_slice: Sequence[int]) -> None:
-        """Add rows of whole slices.
+    def add(self, nll_BT: Tensor, batch: Batch, *, loops_per_slice: Sequence[int]) -> None:
+        """Add rows of whole slices, at the batch's token weights.
 
         Args:
             loops_per_slice: loop count of each slice in row order; the rows are cut into as
@@ -117,12 +136,14 @@ class DepthLosses:
             raise ValueError(f"{num_rows} rows do not divide into {num_slices} equal slices.")
         # The sums stay on the device; reading them here would wait for it at each micro-batch.
         # One sum per slice, so that neighbours in the micro-batch cannot change its rounding.
-        sums_S = torch.stack([s.sum() for s in nll_BT.detach().reshape(num_slices, -1)])
-        counts_S = (targets_BT != IGNORE).reshape(num_slices, -1).sum(dim=1)
+        values_BT = weighted(nll_BT.detach(), batch)
+        sums_S = torch.stack([s.sum() for s in values_BT.reshape(num_slices, -1)])
+        is_target_BT = batch.targets_BT != IGNORE
+        counts_S = weighted(is_target_BT, batch).reshape(num_slices, -1).sum(dim=1)
         self._parts.append((tuple(loops_per_slice), sums_S, counts_S))
 
-    def per_slice(self) -> list[tuple[int, float, int]]:
-        """(loop count, summed loss in nats, targets) of every slice in the order added."""
+    def per_slice(self) -> list[tuple[int, float, float]]:
+        """(loop count, summed loss in nats, weight of targets) of each slice in the order added."""
         return [
             slice_sums
             for loops, sums_S, counts_S in self._parts
@@ -140,7 +161,7 @@ class DepthLosses:
     def mean_by_loops(self) -> dict[int, float]:
         """Token mean for each loop count that had a target, ascending, nats."""
         sums: dict[int, float] = {}
-        counts: dict[int, int] = {}
+        counts: dict[int, float] = {}
         for loops, total, count in self.per_slice():
             sums[loops] = sums.get(loops, 0.0) + total
             counts[loops] = counts.get(loops, 0) + count
@@ -179,9 +200,13 @@ def stacked_steps(paths: Sequence[Sequence[int]], totals: Sequence[int]) -> Tens
 
 
 def squared_distance(long_BTD: Tensor, short_BTD: Tensor) -> Tensor:
-    """Mean over channels of the squared difference, [B, T] fp32; the long path is a constant."""
+    """Mean over channels of the squared difference, [B, T], at least fp32.
+
+    The long path is a constant.
+    """
     # fp32: the difference of two close bf16 vectors keeps few correct bits.
-    return (long_BTD.detach().float() - short_BTD.float()).square().mean(dim=-1)
+    wide = wide_dtype(short_BTD.dtype)
+    return (long_BTD.detach().to(wide) - short_BTD.to(wide)).square().mean(dim=-1)
 
 
 def _uniform(bits: int, count: int) -> int:

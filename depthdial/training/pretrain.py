@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,16 +32,22 @@ from depthdial.training.init_model import (
     folder_facts,
     in_own_memory,
 )
-from depthdial.training.loss_module import LossModule
-from depthdial.training.objective import Objective
 from depthdial.training.optim import Optimizers, lr_scale_at
+from depthdial.training.parallel import compile_blocks
 from depthdial.training.patterns import freeze_parameters
 from depthdial.training.progress import SilentObserver, TrainObserver
 from depthdial.training.provenance import collect_provenance
 from depthdial.training.run_dir import RunDir
 from depthdial.training.sources import TrainData, open_data
-from depthdial.training.step import StepResult, make_compiler, mean_loss, train_step
-from depthdial.training.step_plan import StepPlan, mixes_depths, plan_step
+from depthdial.training.step import (
+    LossModule,
+    StepPlan,
+    StepResult,
+    mean_loss,
+    mixes_depths,
+    plan_step,
+    train_step,
+)
 from depthdial.training.stop_signals import stop_signals
 from depthdial.training.teacher import Teacher, open_teacher, teacher_folder
 from depthdial.training.trackers import Tracker, make_tracker
@@ -236,9 +241,9 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
     schedule = depth_schedule(recipe)
     num_slices = recipe.depth.num_depth_slices
     is_mixed = mixes_depths(recipe.depth, max_loops=recipe.model.max_loops)
-    loss_module = LossModule(session.model)
-    objective = Objective(loss_module, recipe.objective, teacher=session.teacher)
-    compiler = make_compiler(loss_module, wanted=settings.compile)
+    loss_module = LossModule(session.model, teacher=session.teacher)
+    if settings.compile:
+        compile_blocks(loss_module)
     tracker = make_tracker(recipe, run.path)
     position = DataState(session.progress.next_row)
     batches = iterate_batches(session.data.train, settings.batch_size, position)
@@ -258,16 +263,15 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
             scale = lr_scale_at(recipe.optim, step=step, total_steps=settings.steps)
             optimizers.set_lr_scale(scale)
             batch, position = next(batches)
-            with compiler.active() if compiler else nullcontext():
-                result = train_step(
-                    loss_module,
-                    batch,
-                    optimizers,
-                    loops_per_slice=plan,
-                    micro_batch_size=settings.micro_batch_size or settings.batch_size,
-                    precision=settings.precision,
-                    objective=objective,
-                )
+            result = train_step(
+                loss_module,
+                batch,
+                optimizers,
+                loops_per_slice=plan,
+                micro_batch_size=settings.micro_batch_size or settings.batch_size,
+                precision=settings.precision,
+                objective=recipe.objective,
+            )
             seconds = time.perf_counter() - started
             session.progress = _advance(session, plan, position, seconds)
             session.trained_loops |= plan.loop_counts

@@ -7,7 +7,7 @@ Letters: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthdial.config import Recipe
 from depthdial.data.packing import Batch
@@ -17,16 +17,17 @@ from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.init_model import in_own_memory
 
 
-class Teacher:
+class Teacher(nn.Module):
     """A model that is only read, at one loop count."""
 
     def __init__(self, model: LoopedLM, *, num_loops: int) -> None:
+        super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.num_loops = num_loops
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> Tensor:
-        """[B, T, V] without gradient."""
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [B, T, V] without gradient."""
         return self.model(
             batch.tokens_BT,
             num_loops=self.num_loops,

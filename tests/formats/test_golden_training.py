@@ -6,6 +6,7 @@ The READMEs of the golden cases say what the tensors mean.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,49 +16,35 @@ from torch import Tensor
 from depthdial.config.recipe import ObjectiveConfig, TrajectoryConfig
 from depthdial.data.packing import Batch
 from depthdial.formats.families.registry import select_rules
-from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.training.loss_module import LossModule
-from depthdial.training.losses import count_targets, short_path
-from depthdial.training.objective import Objective, TokenTerms, count_positions
-from depthdial.training.step_plan import StepPlan, plan_rows
+from depthdial.training.losses import short_path
+from depthdial.training.objective import TokenTerms, step_share, step_totals
+from depthdial.training.step import LossModule, StepPlan, plan_rows
 
 TRAINS = True
 LOSS, RELATIVE = 2e-5, 1e-4
 TRAJECTORY = ObjectiveConfig(trajectory=TrajectoryConfig())
 
 
-class GivenStart(LossModule):
+def starting_from(model: LoopedLM, start_BTD: Tensor) -> LossModule:
     """Every row starts its loops from a state that the golden case gives."""
-
-    def __init__(self, model: LoopedLM, start_BTD: Tensor) -> None:
-        super().__init__(model)
-        self.start_BTD = start_BTD
-
-    def hidden_states(self, batch, num_loops, no_grad_loops=0, *, step_sizes=None):
-        return self.model.hidden_states(
-            Call(
-                batch.tokens_BT,
-                num_loops=num_loops,
-                no_grad_loops=no_grad_loops,
-                step_sizes=step_sizes,
-                initial_state_BTD=self.start_BTD,
-            )
-        )
+    hidden_states = model.hidden_states
+    model.hidden_states = lambda call: hidden_states(replace(call, initial_state_BTD=start_BTD))
+    return LossModule(model)
 
 
-def run_step(objective: Objective, batch: Batch, plan: StepPlan) -> tuple[TokenTerms, float]:
+def run_step(
+    module: LossModule, batch: Batch, plan: StepPlan, objective: ObjectiveConfig
+) -> tuple[TokenTerms, float]:
     """Terms and loss of one step; gradients stay in the model."""
     rows = plan_rows(
         plan,
         slice(None),
         rows_per_slice=len(batch.tokens_BT) // len(plan.loops),
-        is_conditioned=objective.loss_module.model.config.modulation is not None,
+        is_conditioned=module.model.config.modulation is not None,
     )
-    terms = objective(batch, rows)
-    loss = objective.share(
-        terms, step_targets=count_targets(batch.targets_BT), step_positions=count_positions(batch)
-    )
+    terms = module(batch, rows)
+    loss = step_share(terms, batch, objective, step_totals(batch))
     loss.backward()
     return terms, float(loss.detach())
 
@@ -108,7 +95,7 @@ def loopformer_step(case: Golden, *, is_mixed: bool) -> tuple[LoopedLM, TokenTer
     assert sum(path) == 8
     plan = StepPlan((8, 8), (0, 0), (path, path), (0, 0), is_mixed=is_mixed)
     batch = Batch(case.vectors["input_ids"], case.vectors["targets"])
-    return model, *run_step(Objective(LossModule(model), TRAJECTORY), batch, plan)
+    return model, *run_step(LossModule(model), batch, plan, TRAJECTORY)
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
@@ -181,9 +168,9 @@ def test_loopformer_short_paths_have_the_published_distribution():
 
 def parcae_step(case: Golden, plan: StepPlan) -> tuple[LoopedLM, float]:
     model = case.model()
-    loss_module = GivenStart(model, case.vectors["initial_state"])
+    loss_module = starting_from(model, case.vectors["initial_state"])
     batch = Batch(case.vectors["input_ids"], case.vectors["labels"])
-    _, loss = run_step(Objective(loss_module, ObjectiveConfig()), batch, plan)
+    _, loss = run_step(loss_module, batch, plan, ObjectiveConfig())
     return model, loss
 
 

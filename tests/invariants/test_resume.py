@@ -22,7 +22,7 @@ from depthdial.training.losses import count_targets, step_loss_share
 from depthdial.training.optim import Optimizers
 from depthdial.training.run_dir import RunDir
 from depthdial.training.sources import open_data
-from depthdial.training.step import LossModule, take_rows, train_step
+from depthdial.training.step import LossModule, RowPlan, take_rows, train_step
 
 TRAINS = True
 STEPS, BATCH, CONTEXT, VOCAB = 12, 8, 32, 300
@@ -184,8 +184,8 @@ def test_slices_computed_by_different_processes_add_up_to_the_whole_gradient(cac
         loss_module = LossModule(LoopedLM(r.model, seed=3))
         for slice_idx in rank_slices:
             part = take_rows(batch, 2 * slice_idx, 2 * slice_idx + 2, device=torch.device("cpu"))
-            nll = loss_module(part, loops[slice_idx])
-            step_loss_share(nll, step_targets=targets).backward()
+            nll = loss_module(part, RowPlan(loops[slice_idx])).nll_BT
+            step_loss_share(nll, step_weight=targets).backward()
         return {n: p.grad for n, p in loss_module.model.named_parameters()}
 
     first, second, whole = share((0, 2)), share((3, 1)), share((0, 1, 2, 3))

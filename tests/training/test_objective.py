@@ -21,12 +21,17 @@ from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.cost import step_flops
 from depthdial.training.depth_schedule import DepthSchedule
-from depthdial.training.loss_module import LossModule
 from depthdial.training.losses import count_targets, short_path, step_loss_share, token_divergences
-from depthdial.training.objective import Objective, RowPlan, count_positions
+from depthdial.training.objective import compared_rows, count_positions, step_share, step_totals
 from depthdial.training.optim import Optimizers
-from depthdial.training.step import train_step
-from depthdial.training.step_plan import StepPlan, plan_rows, plan_step
+from depthdial.training.step import (
+    LossModule,
+    RowPlan,
+    StepPlan,
+    plan_rows,
+    plan_step,
+    train_step,
+)
 from depthdial.training.teacher import Teacher
 
 VOCAB, CONTEXT, ROWS = 31, 10, 4
@@ -60,13 +65,13 @@ def batch() -> Batch:
     return Batch(tokens[:, :-1], targets)
 
 
-def gradients(of: LoopedLM, objective: Objective, plan: RowPlan) -> dict[str, Tensor]:
+def gradients(
+    module: LossModule, plan: RowPlan, config: ObjectiveConfig | None = None
+) -> dict[str, Tensor]:
+    of, rows = module.model, batch()
     of.zero_grad()
-    rows = batch()
-    terms = objective(rows, plan)
-    objective.share(
-        terms, step_targets=count_targets(rows.targets_BT), step_positions=count_positions(rows)
-    ).backward()
+    terms = module(rows, plan)
+    step_share(terms, rows, config or ObjectiveConfig(), step_totals(rows)).backward()
     return {n: p.grad.clone() for n, p in of.named_parameters() if p.grad is not None}
 
 
@@ -86,13 +91,12 @@ def test_divergence_is_that_of_the_definition_and_zero_where_nothing_is_scored()
 def test_distillation_of_a_model_against_itself_is_nothing():
     """Value 0, and no gradient beside that of cross entropy."""
     student = model()
-    objective = Objective(
-        LossModule(student), DISTILL, teacher=Teacher(copy.deepcopy(student), num_loops=1)
-    )
-    terms = objective(batch(), RowPlan(1))
+    module = LossModule(student, teacher=Teacher(copy.deepcopy(student), num_loops=1))
+    plan = RowPlan(1, compared=slice(None))
+    terms = module(batch(), plan)
     assert float(terms.divergence_BT.detach().abs().max()) <= 1e-7
-    with_teacher = gradients(student, objective, RowPlan(1))
-    plain = gradients(student, Objective(LossModule(student), ObjectiveConfig()), RowPlan(1))
+    with_teacher = gradients(module, plan, DISTILL)
+    plain = gradients(LossModule(student), RowPlan(1))
     for name, grad in plain.items():
         assert (with_teacher[name] - grad).abs().max() <= 1e-7, name
 
@@ -101,40 +105,43 @@ def test_distillation_pulls_the_student_to_the_teacher_which_does_not_move():
     student, teacher = model(), model(seed=5)
     before = copy.deepcopy(teacher.state_dict())
     config = ObjectiveConfig(distill=DistillConfig(weight=5.0))
-    objective = Objective(LossModule(student), config, teacher=Teacher(teacher, num_loops=2))
+    module = LossModule(student, teacher=Teacher(teacher, num_loops=2))
     optimizers = Optimizers(student, OptimConfig(optimizer="adamw", lr=1e-2, weight_decay=0.0))
     values = [
         train_step(
-            objective.loss_module, batch(), optimizers, loops_per_slice=StepPlan.of_loops((3, 1)),
-            micro_batch_size=4, precision="fp32", objective=objective,
+            module, batch(), optimizers, loops_per_slice=StepPlan.of_loops((3, 1)),
+            micro_batch_size=4, precision="fp32", objective=config,
         ).terms["distill"]
         for _ in range(30)
     ]  # fmt: skip
     assert values[-1] < 0.5 * values[0]
     assert all(torch.equal(t, before[n]) for n, t in teacher.state_dict().items())
-    assert not any(name.startswith("teacher") for name in objective.state_dict())
+    assert not any(parameter.requires_grad for parameter in module.teacher.parameters())
 
 
 def test_only_one_loop_rows_are_compared_where_the_config_says_so():
-    config = ObjectiveConfig(distill=DistillConfig(weight=0.5, rows="one_loop"))
-    objective = Objective(LossModule(model()), config, teacher=Teacher(model(seed=5), num_loops=1))
-    terms = objective(batch(), RowPlan(torch.tensor([1, 3, 3, 1])))
+    one_loop = DistillConfig(weight=0.5, rows="one_loop")
+    module = LossModule(model(), teacher=Teacher(model(seed=5), num_loops=1))
+
+    def terms_at(num_loops, distill=one_loop):
+        return module(batch(), RowPlan(num_loops, compared=compared_rows(distill, num_loops)))
+
+    terms = terms_at(torch.tensor([1, 3, 3, 1]))
     assert (terms.divergence_BT[[0, 3]].sum(dim=1) > 0).all()
     assert not terms.divergence_BT[[1, 2]].any()
-    assert objective(batch(), RowPlan(torch.tensor([2, 3, 3, 2]))).divergence_BT is None
-    assert objective(batch(), RowPlan(3)).divergence_BT is None
-    both = Objective(LossModule(model()), DISTILL, teacher=Teacher(model(seed=5), num_loops=1))
-    everywhere = both(batch(), RowPlan(torch.tensor([1, 3, 3, 1]))).divergence_BT
+    assert terms_at(torch.tensor([2, 3, 3, 2])).divergence_BT is None
+    assert terms_at(3).divergence_BT is None
+    everywhere = terms_at(torch.tensor([1, 3, 3, 1]), DISTILL.distill).divergence_BT
     torch.testing.assert_close(terms.divergence_BT[[0, 3]], everywhere[[0, 3]])
 
 
 @pytest.mark.parametrize("modulation", [None, ELR])
 def test_no_loop_without_gradient_is_the_full_gradient(modulation):
     of = model(modulation=modulation)
-    objective = Objective(LossModule(of), ObjectiveConfig())
-    full = gradients(of, objective, RowPlan(4))
+    module = LossModule(of)
+    full = gradients(module, RowPlan(4))
     for zero in (0, torch.zeros(ROWS, dtype=torch.long)):
-        same = gradients(of, objective, RowPlan(torch.full((ROWS,), 4), zero))
+        same = gradients(module, RowPlan(torch.full((ROWS,), 4), zero))
         for name, grad in full.items():
             torch.testing.assert_close(same[name], grad, atol=1e-7, rtol=1e-5)
 
@@ -143,7 +150,7 @@ def test_no_loop_without_gradient_is_the_full_gradient(modulation):
 def test_truncated_gradients_are_those_of_an_explicit_detach(update):
     """The reference runs every loop with gradient and cuts the state by hand."""
     of = model(update=update)
-    truncated = gradients(of, Objective(LossModule(of), ObjectiveConfig()), RowPlan(5, 3))
+    truncated = gradients(LossModule(of), RowPlan(5, 3))
     of.zero_grad()
     rows = batch()
     logits = of(
@@ -163,13 +170,13 @@ def test_rows_of_different_truncation_are_each_as_alone():
     of = model()
     loss_module, rows = LossModule(of), batch()
     loops, no_grad = torch.tensor([5, 2, 6, 3]), torch.tensor([3, 0, 4, 1])
-    together = gradients(of, Objective(loss_module, ObjectiveConfig()), RowPlan(loops, no_grad))
+    together = gradients(loss_module, RowPlan(loops, no_grad))
     of.zero_grad()
     targets = count_targets(rows.targets_BT)
     for row in range(ROWS):
         part = Batch(rows.tokens_BT[row : row + 1], rows.targets_BT[row : row + 1])
-        nll = loss_module(part, int(loops[row]), int(no_grad[row]))
-        step_loss_share(nll, step_targets=targets).backward()
+        nll = loss_module(part, RowPlan(int(loops[row]), int(no_grad[row]))).nll_BT
+        step_loss_share(nll, step_weight=targets).backward()
     for name, parameter in of.named_parameters():
         torch.testing.assert_close(together[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
@@ -189,10 +196,10 @@ def test_terms_of_the_shorter_path_are_those_of_a_second_forward(modulation):
     """Two slices with a path, one of a single loop that has none."""
     of = model(modulation=modulation)
     is_conditioned = modulation is TIME
-    objective = Objective(LossModule(of), TRAJECTORY)
+    module = LossModule(of)
     plan = StepPlan((4, 1, 6, 4), (0,) * 4, ((3, 1), (), (1, 4, 1), (2, 2)), (0,) * 4)
     rows = batch()
-    terms = objective(
+    terms = module(
         rows, plan_rows(plan, slice(None), rows_per_slice=1, is_conditioned=is_conditioned)
     )
     for row, (loops, path) in enumerate(zip(plan.loops, plan.short_paths, strict=True)):
@@ -215,11 +222,10 @@ def test_consistency_moves_the_short_path_only():
     """With nothing but the distance, the long path's loops beyond the short one get no gradient:
     the gradient equals that of a distance to a constant."""
     of = model(modulation=TIME)
-    config = ObjectiveConfig(trajectory=TrajectoryConfig(short_weight=0.0, consistency_weight=1.0))
     plan = StepPlan((4,) * 4, (0,) * 4, ((3, 1),) * 4, (0,) * 4, is_mixed=False)
-    objective, rows = Objective(LossModule(of), config), batch()
+    rows = batch()
     row_plan = plan_rows(plan, slice(None), rows_per_slice=1, is_conditioned=True)
-    terms = objective(rows, row_plan)
+    terms = LossModule(of)(rows, row_plan)
     terms.distance_BT.mean().backward()
     found = {n: p.grad.clone() for n, p in of.named_parameters() if p.grad is not None}
     of.zero_grad()
@@ -238,12 +244,12 @@ def test_b25_terms_do_not_depend_on_the_micro_batch_size():
     found = []
     for micro in (1, 2, 4):
         of = model(modulation=TIME)
-        objective = Objective(LossModule(of), config, teacher=Teacher(model(seed=5), num_loops=1))
+        module = LossModule(of, teacher=Teacher(model(seed=5), num_loops=1))
         optimizers = Optimizers(of, OptimConfig(grad_clip=1e9))
         optimizers.set_lr_scale(0.0)
         result = train_step(
-            objective.loss_module, batch(), optimizers, loops_per_slice=plan,
-            micro_batch_size=micro, precision="fp32", objective=objective,
+            module, batch(), optimizers, loops_per_slice=plan,
+            micro_batch_size=micro, precision="fp32", objective=config,
         )  # fmt: skip
         found.append((result, {n: p.grad for n, p in of.named_parameters()}))
     for result, grads in found[1:]:
@@ -259,7 +265,7 @@ def test_padding_is_no_part_of_the_consistency():
     mask = torch.ones(ROWS, CONTEXT, dtype=torch.bool)
     mask[1, 6:] = False
     rows = batch()._replace(padding_mask_BT=mask)
-    terms = Objective(LossModule(of), TRAJECTORY)(rows, row_plan)
+    terms = LossModule(of)(rows, row_plan)
     assert not terms.distance_BT[1, 6:].any() and terms.distance_BT[1, :6].all()
     assert count_positions(rows) == ROWS * CONTEXT - 4
 

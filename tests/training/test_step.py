@@ -1,7 +1,6 @@
 """The training step: compiled equals eager, and one compilation serves every loop count."""
 
 import shutil
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,30 +9,31 @@ from depthdial.config import ModelConfig, ModulationConfig, OptimConfig
 from depthdial.config.recipe import DistillConfig, ObjectiveConfig, TrajectoryConfig
 from depthdial.data.packing import IGNORE, Batch
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.training.objective import Objective, RowPlan, ShortRows
+from depthdial.training.objective import compared_rows, step_share, step_totals
 from depthdial.training.optim import Optimizers
+from depthdial.training.parallel import compile_blocks
 from depthdial.training.step import (
-    BlockCompiler,
     LossModule,
-    make_compiler,
+    RowPlan,
+    ShortRows,
     mean_loss,
+    per_row,
     train_step,
 )
-from depthdial.training.step_plan import per_row
 from depthdial.training.teacher import Teacher
 
 VOCAB, CONTEXT, ROWS = 31, 12, 8
 
 
-def small_module(*, modulated: bool = True) -> LossModule:
+def small_module(*, modulated: bool = True, teacher: Teacher | None = None) -> LossModule:
     config = ModelConfig(
         vocab_size=VOCAB, d_model=16, split=(1, 2, 1), num_heads=2, num_kv_heads=1, head_dim=8,
         d_ff=16, max_context=CONTEXT, max_loops=4, init_std=0.2,
         modulation=ModulationConfig(d_cond=8, rank=2, embed_dim=8) if modulated else None,
     )  # fmt: skip
-    module = LossModule(LoopedLM(config))
+    module = LossModule(LoopedLM(config), teacher=teacher)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
+        for name, parameter in module.model.named_parameters():
             if "modulation" in name or "state_update" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=GENERATOR))
     return module
@@ -53,7 +53,7 @@ def small_batch() -> Batch:
 
 def gradients(module: LossModule, loops) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     module.zero_grad()
-    nll = module(small_batch(), loops)
+    nll = module(small_batch(), RowPlan(loops)).nll_BT
     nll.sum().backward()
     return nll.detach(), {
         n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None
@@ -61,9 +61,10 @@ def gradients(module: LossModule, loops) -> tuple[torch.Tensor, dict[str, torch.
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[LossModule, BlockCompiler]:
+def compiled() -> LossModule:
     module = small_module()
-    return module, BlockCompiler(module)
+    assert compile_blocks(module)
+    return module
 
 
 MIXED = torch.tensor([4, 4, 4, 4, 4, 4, 1, 1])
@@ -71,19 +72,19 @@ MIXED = torch.tensor([4, 4, 4, 4, 4, 4, 1, 1])
 
 def test_compiled_equals_eager_and_new_loop_counts_compile_nothing(compiled):
     """One pass of the core is one graph; warm up with all rows and with some of them."""
-    module, compiler = compiled
-    eager = {}
+    blocks, eager = compiled.compiled, {}
     cases = {
         "warm": MIXED,
         "deep": torch.tensor([3, 3, 3, 3, 3, 3, 1, 1]),
         "other share": torch.tensor([2, 2, 2, 2, 1, 1, 1, 1]),
     }
+    compiled.compiled = None
     for name, loops in cases.items():
-        eager[name] = gradients(module, loops)
+        eager[name] = gradients(compiled, loops)
+    compiled.compiled = blocks
     for name, loops in cases.items():
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        with compiler.active():
-            nll, grads = gradients(module, loops)
+        nll, grads = gradients(compiled, loops)
         torch.testing.assert_close(nll, eager[name][0], rtol=1e-4, atol=1e-5)
         assert grads.keys() == eager[name][1].keys()
         for parameter, grad in grads.items():
@@ -108,40 +109,46 @@ def test_comparisons_with_teacher_and_shorter_path_are_compiled_too(monkeypatch,
 
     monkeypatch.setattr(torch, "compile", recording)
     torch._dynamo.reset()
-    module, teacher = small_module(modulated=False), small_module(modulated=False)
+    teacher = Teacher(small_module(modulated=False).model, num_loops=1)
+    module = small_module(modulated=False, teacher=teacher)
     config = ObjectiveConfig(
         distill=DistillConfig(weight=0.5, rows=compared), trajectory=TrajectoryConfig()
     )
-    objective = Objective(module, config, teacher=Teacher(teacher.model, num_loops=1))
     loops, batch = torch.tensor([4, 3, 2, 1] * 2), small_batch()
     short = ShortRows(torch.tensor([0, 1, 4, 5]), torch.tensor([2, 1, 3, 2]), None, 0)
-    compiler, results = BlockCompiler(module), []
-    for context in (nullcontext(), compiler.active()):
+    plan, results = RowPlan(loops, 0, short, compared_rows(config.distill, loops)), []
+    for is_compiled in (False, True):
+        if is_compiled:
+            compile_blocks(module)
         module.zero_grad()
-        with context:
-            terms = objective(batch, RowPlan(loops, 0, short))
-            objective.share(terms, step_targets=80, step_positions=96).backward()
-        results.append((terms, [p.grad.clone() for p in module.parameters()]))
+        terms = module(batch, plan)
+        step_share(terms, batch, config, step_totals(batch)).backward()
+        results.append((terms, [p.grad.clone() for p in module.model.parameters()]))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
-    heads = {"read_out", "read_out_compared", "distance"}
-    assert called == {"prelude", "loop", "coda"} | heads
+    readouts = {"_nll", "_nll_and_divergence", "_distance"}
+    assert called == {"prelude", "loop", "coda"} | readouts
 
 
-def test_outside_the_block_the_model_is_eager_again(compiled):
-    module, compiler = compiled
-    with compiler.active():
-        assert "prelude" in vars(module.model)
-    assert "prelude" not in vars(module.model)
+def test_without_gradients_the_blocks_are_eager(compiled, monkeypatch):
+    """Validation would compile every block a second time."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a compiled block ran")
+
+    blocks = compiled.compiled[0]._replace(loop=refuse)
+    monkeypatch.setattr(compiled, "compiled", (blocks, compiled.compiled[1]))
+    with torch.no_grad():
+        compiled(small_batch(), RowPlan(2))
+    with pytest.raises(AssertionError, match="a compiled block ran"):
+        compiled(small_batch(), RowPlan(2))
 
 
 def test_without_a_compiler_training_is_eager_and_says_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.warns(UserWarning, match="needs a C\\+\\+ compiler"):
-        assert make_compiler(small_module(), wanted=True) is None
-
-
-def test_no_compiler_is_made_unless_wanted():
-    assert make_compiler(small_module(), wanted=False) is None
+        module = small_module()
+        assert not compile_blocks(module)
+    assert module.compiled is None
 
 
 def test_rows_get_the_loop_count_of_their_slice():
