@@ -1,4 +1,4 @@
-"""What is done to the blocks of a model from outside: compilation per block.
+"""What is done to a loss module from outside: compiled blocks, gradients in every process.
 
 The blocks are prelude, one pass of the core, coda, and head with loss. Nothing here changes the
 model: a compiled block is handed to each call (`model/call.py: Blocks`).
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from depthdial.model.call import Blocks
 from depthdial.training.step import LossModule, Readouts
@@ -63,3 +64,30 @@ def _compiled(block: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
 
     return call
+
+
+class _Touch(torch.autograd.Function):
+    """The first tensor unchanged; backward also gives every other tensor a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+
+
+def share_gradients(loss_module: LossModule) -> None:
+    """Let every trained parameter get a gradient in each process, zero where no row uses it.
+
+    Processes that run different loop counts use different parameters; a reduction of gradients
+    waits for the same ones everywhere. Call this before a parallel wrapper wraps the module.
+    """
+    loss_module.touch = _touch
+
+
+def _touch(x_BTD: Tensor, model: nn.Module) -> Tensor:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _Touch.apply(x_BTD, *trained)

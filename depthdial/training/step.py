@@ -215,6 +215,8 @@ class LossModule(nn.Module):
     Fields:
         compiled: blocks and readouts that take the place of the eager ones where gradients are
             computed; set by `parallel.compile_blocks`. None: everything is eager.
+        touch: gives every parameter a gradient; set by `parallel.share_gradients`. None: only
+            those that a row used have one.
     """
 
     def __init__(self, model: LoopedLM, *, teacher: Teacher | None = None) -> None:
@@ -222,6 +224,7 @@ class LossModule(nn.Module):
         self.model = model
         self.teacher = teacher
         self.compiled: tuple[Blocks, Readouts] | None = None
+        self.touch: Callable[[Tensor, nn.Module], Tensor] | None = None
 
     def forward(self, batch: Batch, plan: RowPlan) -> TokenTerms:
         """Every term of the loss that the plan asks for, at every position of these rows."""
@@ -229,6 +232,8 @@ class LossModule(nn.Module):
         if self.compiled is not None and torch.is_grad_enabled():
             blocks, readouts = self.compiled
         x_BTD = self._hidden_states(batch, plan.num_loops, plan.no_grad_loops, None, blocks)
+        if self.touch is not None:
+            x_BTD = self.touch(x_BTD, self.model)
         divergence_BT = None
         if plan.compared is None:
             nll_BT = readouts.nll(x_BTD, batch.targets_BT)
