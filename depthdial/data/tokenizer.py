@@ -220,6 +220,13 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return tuple(added[i].content for i in sorted(added) if added[i].special)
 
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """Spellings of the tokens that are one piece wherever they stand, by id: `special_tokens`
+        and others."""
+        added = self._backend.get_added_tokens_decoder()
+        return tuple(added[i].content for i in sorted(added))
+
     def tokens_from(self, token_id: int) -> list[tuple[int, str]]:
         """Id and spelling of every token from an id on, by id; vocabularies have gaps."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -17,13 +18,14 @@ from tokenizers import processors
 from depthdial import __version__
 from depthdial.config.model import current_tensor_name
 from depthdial.config.text_files import dump_json
-from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, id_list
 from depthdial.disk import new_folder
 from depthdial.formats.import_export import ExportReport, copy_licences
 from depthdial.formats.model_card import CARD_FILE, write_card
 from depthdial.formats.source_folder import check_specs
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
-from depthdial.formats.text.tokens import export_tokens
+from depthdial.formats.text.files import object_or_none
+from depthdial.formats.text.tokens import export_tokens, published_tokens
 from depthdial.model.checkpoint import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -74,6 +76,7 @@ def export_hf(
     """
     folder, destination = Path(folder), Path(destination)
     config = read_config(folder)
+    origin = Origin.load(folder)
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
     specs = {
         current_tensor_name(name): TensorSpec(e.dtype, e.shape)
@@ -92,7 +95,7 @@ def export_hf(
         (place / CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
         for name, text in code_files().items():
             (place / name).write_text(text, encoding="utf-8")
-        _write_text(folder, place)
+        notes = tuple(_write_text(folder, place, origin))
         copy_licences(folder, place)
         write_card(
             place / CARD_FILE,
@@ -100,8 +103,8 @@ def export_hf(
             config=config,
             format_name=FORMAT,
             loading=LOADING.format(name=destination.name, num_loops=config.num_loops),
-            limits=LIMITS,
-            origin=Origin.load(folder),
+            limits=(*LIMITS, *notes),
+            origin=origin,
         )
         names = tuple(sorted(path.name for path in place.iterdir()))
     return ExportReport(
@@ -111,6 +114,7 @@ def export_hf(
         num_tensors=len(stored.entries),
         num_bytes=sum(entry.num_bytes for entry in stored.entries.values()),
         as_it_came=False,
+        warnings=notes,
     )
 
 
@@ -160,16 +164,28 @@ def _path_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def _write_text(folder: Path, place: Path) -> None:
-    """Tokenizer files that make transformers open and end a text as the model was trained."""
+def _write_text(folder: Path, place: Path, origin: Origin | None) -> Iterator[str]:
+    """Tokenizer files that make transformers open and end a text as the model was trained.
+
+    Yields: a sentence where a stop is written that no file named before.
+    """
     export_tokens(folder, place, changed_files=None)
     if not (folder / TOKENIZER_FILE).is_file():
         return
     tokenizer = Tokenizer.from_dir(folder)
+    stated = published_tokens(folder, origin)
+    stop_ids = tokenizer.stop_ids
+    if stated.added_stop is not None:
+        stop_ids = tuple(dict.fromkeys((*stop_ids, tokenizer.token_id(stated.added_stop))))
+        yield (
+            f"{stated.template_in} ends a turn with '{stated.added_stop}', which no file of the "
+            f"model named as a stop; {GENERATION_CONFIG_FILE} of this export does."
+        )
     target = place / GENERATION_CONFIG_FILE
-    if tokenizer.stop_ids and not target.exists():
-        # transformers reads stop tokens from this file only.
-        text = dump_json({"eos_token_id": list(tokenizer.stop_ids)})
+    generation = object_or_none(target) or {}
+    # transformers reads stop tokens from this file only.
+    if set(stop_ids) != set(id_list(generation.get("eos_token_id"), str(target))):
+        text = dump_json({**generation, "eos_token_id": list(stop_ids)})
         target.write_text(text, encoding="utf-8")
     if tokenizer.opening_ids and not tokenizer.template_ids:
         _add_opening(place / TOKENIZER_FILE, tokenizer.opening_ids)

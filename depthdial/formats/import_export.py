@@ -19,6 +19,7 @@ from torch import Tensor
 
 from depthdial.config import ModelConfig
 from depthdial.config.text_files import LICENCE_PATTERNS, dump_json
+from depthdial.data.tokenizer import GENERATION_CONFIG_FILE
 from depthdial.disk import hash_file, new_folder
 from depthdial.formats.families.registry import (
     Buffer,
@@ -42,7 +43,12 @@ from depthdial.formats.tensors.files import (
     total_bytes,
     write_index,
 )
-from depthdial.formats.text.tokens import TokenReport, export_tokens, import_tokens
+from depthdial.formats.text.tokens import (
+    TokenReport,
+    export_tokens,
+    import_tokens,
+    published_tokens,
+)
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config, used_formats
 from depthdial.model.count import count_parameters
 from depthdial.model.folder import (
@@ -185,7 +191,11 @@ def export_checkpoint(
     origin = Origin.load(folder)
     own = origin if origin is not None and origin.family == family and origin.tensors else None
     values = known.write(config, None if origin is None else origin.config)
-    warnings = (*_lost_loops(known, config, values), *_lost_training(known, config, values))
+    warnings = (
+        *_lost_loops(known, config, values),
+        *_lost_training(known, config, values),
+        *_lost_stop(folder, origin),
+    )
     as_it_came = own is not None and values == own.config
     stored = TensorFiles(folder, only=WEIGHTS_FILE)
     rules = rules_to_export(
@@ -274,6 +284,17 @@ def _lost_training(known: Family, config: ModelConfig, values: dict[str, Any]) -
         yield (
             "The format does not state which loop counts training has run: opened from this "
             f"export, k = {shown} count as trained, which they are not."
+        )
+
+
+def _lost_stop(folder: Path, origin: Origin | None) -> Iterator[str]:
+    """A warning where the files that are given back do not name the token that ends a turn."""
+    stated = published_tokens(folder, origin)
+    if stated.added_stop is not None:
+        yield (
+            f"{stated.template_in} ends a turn with '{stated.added_stop}', which no file of the "
+            "export names as a stop. Depthdial stops there; for other tools, write "
+            f'"eos_token_id": {list(stated.stop_ids)} into {GENERATION_CONFIG_FILE}.'
         )
 
 

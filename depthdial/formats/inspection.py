@@ -18,7 +18,7 @@ from depthdial.formats.reasons import reasons_of
 from depthdial.formats.source_folder import open_source, read_source_config, text_folder
 from depthdial.formats.tensors.files import TensorFiles
 from depthdial.formats.text.files import find_template
-from depthdial.formats.text.tokens import TokenReport
+from depthdial.formats.text.tokens import TokenReport, published_tokens
 from depthdial.model.checkpoint import WEIGHTS_FILE, read_config
 from depthdial.model.folder import Origin
 from depthdial.model.tensor_header import DTYPE_NAMES
@@ -71,12 +71,14 @@ def inspect_model_folder(folder: Path) -> Inspection:
     config = read_config(folder)
     origin = Origin.load(folder)
     files = TensorFiles(folder, only=WEIGHTS_FILE)
-    text = TextFacts(None, (), (), None)
+    text, warnings = TextFacts(None, (), (), None), ()
+    notes: tuple[str, ...] = ("It has no tokenizer: token ids work, text does not.",)
     if (folder / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_dir(folder)
         text = _text_facts(
             tokenizer, tokenizer.stop_ids, tokenizer.opening_ids, find_template(folder)
         )
+        warnings, notes = _remarks_on_stops(folder, origin, tokenizer)
     return Inspection(
         kind="model folder" if origin is None else f"model folder, imported from {origin.source}",
         family=None if origin is None else origin.family,
@@ -86,9 +88,26 @@ def inspect_model_folder(folder: Path) -> Inspection:
         num_bytes=files.num_bytes,
         text=text,
         problems=(),
-        warnings=(),
-        notes=() if text.num_tokens else ("It has no tokenizer: token ids work, text does not.",),
+        warnings=warnings,
+        notes=notes,
     )
+
+
+def _remarks_on_stops(
+    folder: Path, origin: Origin | None, tokenizer: Tokenizer
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(warnings, notes) on a token that ends a turn and that no published file names as a stop."""
+    stated = published_tokens(folder, origin)
+    if stated.added_stop is None:
+        return (), ()
+    found = f"{stated.template_in} ends a turn with '{stated.added_stop}', which"
+    token_id = tokenizer.token_id(stated.added_stop)
+    if token_id in tokenizer.stop_ids:
+        return (), (f"{found} no published file names as a stop: generation stops there, too.",)
+    return (
+        f"{found} no file names as a stop: replies run on. Add {token_id} to eos_token_id in "
+        "generation_config.json.",
+    ), ()
 
 
 def inspect_source(path: Path) -> Inspection:

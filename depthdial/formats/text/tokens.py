@@ -27,8 +27,10 @@ from depthdial.formats.text.files import (
     object_or_none,
     other_templates,
 )
+from depthdial.formats.text.turns import named_tokens, turn_end
 from depthdial.formats.text.vocabulary import check_template, check_vocabulary, wrong_ids
 from depthdial.model.folder import (
+    Origin,
     carried_files,
     copy_files,
     is_other_tokenizer,
@@ -36,6 +38,7 @@ from depthdial.model.folder import (
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 ROLES = ("bos", "eos", "pad")
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 NO_ID = -1
 """How some old configs spell that there is no padding or opening token."""
 SPECIAL_ROLES = (*ROLES, "unk", "sep", "cls", "mask")
@@ -56,6 +59,8 @@ class TokenReport:
     Fields:
         has_tokenizer: text works, not only ids.
         stop_ids, opening_ids: as in `Tokenizer`.
+        added_stop: the token of `stop_ids` that ends a turn of the chat template and that no file
+            names as a stop, by its spelling; None for none.
         template_in: file that holds the chat template; None for none.
         notes, warnings: sentences for people.
         changed_files: file -> the source's content, null where the source had none.
@@ -64,6 +69,7 @@ class TokenReport:
     has_tokenizer: bool
     stop_ids: tuple[int, ...]
     opening_ids: tuple[int, ...]
+    added_stop: str | None
     template_in: str | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -103,21 +109,36 @@ def import_tokens(
     return TokenReport(**{**vars(facts), "changed_files": changed})
 
 
-def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int | None) -> TokenReport:
+def read_tokens(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    vocab_size: int | None,
+    changed_files: Mapping[str, dict[str, Any] | None] | None = None,
+) -> TokenReport:
     """Everything that a folder states about special tokens, compared.
 
-    Args: config: the source's config.json; vocab_size: of the model, None where it is not known.
+    Args:
+        config: the source's config.json. vocab_size: of the model, None where it is not known.
+        changed_files: what stands in the place of files of the folder, as in `TokenReport`: with
+            those of an import, the folder that it made says what the source said.
+
     Raises: ValueError for a damaged file, or a token whose id the model does not have.
     """
     tokenizer, notes = _tokenizer_of(folder)
-    tokenizer_config = object_or_none(folder / TOKENIZER_CONFIG_FILE) or {}
-    statements = list(_id_statements(folder, config, notes))
+    files = {
+        name: object_or_none(folder / name)
+        for name in (GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE)
+    }
+    files |= changed_files or {}
+    tokenizer_config = files[TOKENIZER_CONFIG_FILE] or {}
+    statements = list(_id_statements(files[GENERATION_CONFIG_FILE], config, notes))
     warnings: list[str] = []
     opening_ids: tuple[int, ...] = ()
     if tokenizer is not None:
         check_vocabulary(folder / TOKENIZER_FILE, tokenizer, vocab_size)
         check_template(folder / TOKENIZER_FILE, tokenizer)
-        statements += _token_statements(folder, tokenizer, warnings)
+        statements += _token_statements(folder, files, tokenizer, warnings)
         warnings += wrong_ids(folder, tokenizer)
         warnings += _opening_contradiction(tokenizer, tokenizer_config)
         opening_ids = tokenizer.template_ids
@@ -126,20 +147,45 @@ def read_tokens(folder: Path, *, config: Mapping[str, Any], vocab_size: int | No
     for role in ROLES:
         warnings += _contradictions([s for s in statements if s.role == role])
     stop_ids = tuple(dict.fromkeys(i for s in statements if s.role == "eos" for i in s.ids))
-    if not stop_ids:
-        warnings.append("no file names an end-of-text token, so generation runs to its limit.")
     templates = chat_templates(folder)
     warnings += other_templates(templates)
+    added_stop = None
     if templates and tokenizer is not None:
-        warnings += _unstopped_turns(templates[0].text, tokenizer, stop_ids)
+        added_stop, problem = _unnamed_turn_end(
+            templates[0].text, tokenizer, tokenizer_config, stop_ids
+        )
+        warnings += problem
+    if added_stop is not None:
+        stop_ids += (tokenizer.token_id(added_stop),)
+        notes.append(
+            f"{templates[0].where} ends a turn with '{added_stop}', which no file names as a stop: "
+            "generation stops there, too."
+        )
+    if not stop_ids:
+        warnings.append("no file names an end-of-text token, so generation runs to its limit.")
     return TokenReport(
         has_tokenizer=tokenizer is not None,
         stop_ids=stop_ids,
         opening_ids=opening_ids,
+        added_stop=added_stop,
         template_in=templates[0].where if templates else None,
         notes=tuple(notes),
         warnings=tuple(warnings),
         changed_files={},
+    )
+
+
+def published_tokens(folder: Path, origin: Origin | None) -> TokenReport:
+    """What the files that a model folder came from say of tokens: its own files, and for an
+    imported model those of its source in place of the ones that the import changed.
+
+    Raises: ValueError for a damaged file.
+    """
+    return read_tokens(
+        folder,
+        config={} if origin is None else origin.config,
+        vocab_size=None,
+        changed_files=None if origin is None else origin.changed_files,
     )
 
 
@@ -199,14 +245,13 @@ def _token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _id_statements(
-    folder: Path, config: Mapping[str, Any], notes: list[str]
+    generation: Mapping[str, Any] | None, config: Mapping[str, Any], notes: list[str]
 ) -> Iterator[Statement]:
     """Ids stated as numbers: config.json, its groups, generation_config.json."""
     groups = [("config.json", config)]
     groups += [
         (f"config.json, {key}", value) for key, value in config.items() if isinstance(value, dict)
     ]
-    generation = object_or_none(folder / GENERATION_CONFIG_FILE)
     if generation is not None:
         groups.append((GENERATION_CONFIG_FILE, generation))
     for where, values in groups:
@@ -221,14 +266,17 @@ def _id_statements(
 
 
 def _token_statements(
-    folder: Path, tokenizer: Tokenizer, warnings: list[str]
+    folder: Path,
+    files: Mapping[str, dict[str, Any] | None],
+    tokenizer: Tokenizer,
+    warnings: list[str],
 ) -> Iterator[Statement]:
     """Tokens stated by their spelling: tokenizer_config.json, special_tokens_map.json.
 
     Raises: ValueError for an end-of-text token that the vocabulary lacks.
     """
-    for name in (TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
-        values = object_or_none(folder / name) or {}
+    for name in (TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE):
+        values = files[name] or {}
         for role in SPECIAL_ROLES:
             token = values.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -286,14 +334,29 @@ def _shown(ids: tuple[int, ...]) -> str:
     return " or ".join(map(str, ids))
 
 
-def _unstopped_turns(
-    template: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
-) -> Iterator[str]:
-    """A chat template none of whose tokens ends generation: replies would never end."""
-    spelled = [token for token in tokenizer.special_tokens if token in template]
+def _unnamed_turn_end(
+    template: str,
+    tokenizer: Tokenizer,
+    tokenizer_config: Mapping[str, Any],
+    stop_ids: tuple[int, ...],
+) -> tuple[str | None, list[str]]:
+    """The token that ends a turn where it is no stop, and a warning where nobody knows whether a
+    turn ends: replies would then run on."""
+    named = named_tokens(tokenizer_config).items()
+    spelled = [token for token in tokenizer.added_tokens if token in template]
+    spelled += [token for name, token in named if name in template and name != "bos_token"]
     stops = {tokenizer.token_of(token_id) for token_id in stop_ids}
-    if spelled and not stops & set(spelled) and "eos_token" not in template:
-        yield (
-            f"the chat template writes {', '.join(spelled[:5])}, but generation stops at "
-            f"{', '.join(sorted(map(str, stops))) or 'nothing'}: replies may not end."
-        )
+    if stops.issuperset(spelled):
+        return None, []
+    found = turn_end(template, tokenizer, tokenizer_config)
+    if found.token_id is not None:
+        is_named = found.token_id in stop_ids
+        return None if is_named else tokenizer.token_of(found.token_id), []
+    if stops & set(spelled) or "eos_token" in template:
+        return None, []
+    why = f" (it cannot be run: {found.problem})" if found.problem else ""
+    return None, [
+        f"the chat template writes {', '.join(spelled[:5])}, but generation stops at "
+        f"{', '.join(sorted(map(str, stops))) or 'nothing'}, and which token ends a turn is not "
+        f"known{why}: replies may not end."
+    ]
