@@ -24,7 +24,7 @@ from numerics_measures import (
     plan_of,
     tokens,
 )
-from numerics_training import text_run, train
+from numerics_training import RECIPE, SAMPLERS, text_run, train
 from torch import Tensor
 
 Cases = Iterator[tuple[str, Callable[[], Entries]]]
@@ -94,8 +94,11 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
         for start in ("ungated_first", "beta_one", "plain")
     ),
     ("later-deltas", "dense with extras", {"rank": 2, "max_loops": 3}),
+    ("later-deltas", "dense", {"rank": 2, "norms": "tied", "rate": 0.3}),
     ("joint-deltas", "dense", {"rank": 2, "norms": "tied"}),
+    ("joint-deltas", "dense with extras", {"rank": 3, "rate": 0.2}),
     ("elastic-fixed", "fixed loops", {"d_cond": 6, "rank": 3}),
+    ("elastic-fixed", "fixed loops", {"conditioning": "modulation", "rank": 2, "d_cond": 4}),
     ("elastic-fixed", "fixed loops, ngpt", {"max_loops": 4, "rank": 2}),
     ("elastic-fixed", "fixed loops", {"conditioning": "loop_lora", "rank": 2}),
 ]
@@ -107,27 +110,29 @@ def convert(root: Path) -> Cases:
     for base, changes in BASES.items():
         model = n.set_weights(n.new_model(n.merged(n.BASE, changes)))
         n.save_folder(model, root / n.file_name(base))
-    for number, (method, base, options) in enumerate(CONVERSIONS):
+    folders: dict[str, Path] = {}
+    for method, base, options in CONVERSIONS:
         shown = ", ".join(f"{key}={value}" for key, value in options.items())
         name = f"{method} of {base}" + (f": {shown}" if shown else "")
         given = ({"core": "1:5"} if n.METHODS[method].takes_window else {}) | options
-        folder = root / f"{method}-{number}"
-        yield name, partial(converted, root / n.file_name(base), folder, method, given)
-    yield "merge-first-pass of joint-deltas", partial(merged, root)
-    yield "core proposed from text", partial(proposed, root)
+        folders[name] = root / n.file_name(name)
+        yield name, partial(converted, root / n.file_name(base), folders[name], method, given)
+    joint = [folder for name, folder in folders.items() if name.startswith("joint-deltas")]
+    for number, folder in enumerate(joint, start=1):
+        name = "merge-first-pass of joint-deltas" + (f" {number}" if number > 1 else "")
+        yield name, partial(converted, folder, root / f"merged-{number}", "merge-first-pass", {})
+    yield "core proposed from text", partial(proposed, root, {})
+    yield "core of four layers proposed from text", partial(proposed, root, {"core_layers": 4})
 
 
-def merged(root: Path) -> Entries:
-    """The dense model inside an earlier result."""
-    [base] = root.glob("joint-deltas-*")
-    return converted(base, root / "merged", "merge-first-pass", {})
-
-
-def proposed(root: Path) -> Entries:
+def proposed(root: Path, options: dict[str, Any]) -> Entries:
     """A conversion whose core is found on text."""
-    run = text_run(root, DENSE | {"vocab_size": 300}, name="dense")
-    entries = converted(run, root / "proposed", "elr-graft", {"d_cond": 6, "rank": 3})
-    return entries | {"core": n.read_json(root / "proposed" / "window.json")}
+    run = root / "dense-runs" / "dense"
+    if not run.is_dir():
+        text_run(root, DENSE | {"vocab_size": 300}, name="dense")
+    folder = root / f"proposed-{len(options)}"
+    entries = converted(run, folder, "elr-graft", {"d_cond": 6, "rank": 3} | options)
+    return entries | {"core": n.read_json(folder / "window.json")}
 
 
 def converted(base: Path, folder: Path, method: str, options: dict[str, Any]) -> Entries:
@@ -182,6 +187,7 @@ def policy_entries(model: Any, policy: str) -> Entries:
         "ids, prompt in chunks": ids(num_loops=3, prefill_chunk=4),
         "ids, one loop": ids(num_loops=1),
         "ids, sampled": ids(num_loops=3, sampling=sampling),
+        "ids, sampled by min_p": ids(num_loops=3, sampling=n.Sampling(temperature=1.0, min_p=0.05)),
     }
     with torch.no_grad():
         for what, is_varied in (("", False), (", loops vary", True)):
@@ -311,6 +317,8 @@ def plan(root: Path) -> Cases:
     """Tables of every preset and of every recipe that has a model of its own."""
     for name in (*n.preset_names(), *n.recipe_names()):
         yield name, partial(planned, name)
+    for sampler, depth in SAMPLERS.items():
+        yield f"sampler {sampler}", partial(planned_draws, root, {"sampler": sampler} | depth)
 
 
 def planned(name: str) -> Entries:
@@ -325,6 +333,14 @@ def planned(name: str) -> Entries:
     if name in n.preset_names():
         flags += ["--override-frac", "0.3", "--switch-frac", "0.25", "--dtype", "fp32"]
     return entries | {"plan, flags": n.command("plan", name, *flags).splitlines()}
+
+
+def planned_draws(root: Path, depth: dict[str, Any]) -> Entries:
+    """What training costs with one sampler."""
+    path = root / f"{depth['sampler']}.json"
+    recipe = RECIPE | {"depth": RECIPE["depth"] | depth | {"switch_frac": 0.25}}
+    path.write_text(n.json.dumps(recipe), encoding="utf-8")
+    return {"plan": plan_of(root, path)[-3:]}
 
 
 SECTIONS: dict[str, Section] = {

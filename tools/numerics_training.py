@@ -5,6 +5,7 @@ What depends on an earlier run of the section (a teacher, a start) names it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,10 @@ RUNS: dict[str, dict[str, Any]] = {
 DISTILLED: dict[str, dict[str, Any]] = {
     "distilled all": {"objective": {"distill": {"weight": 0.5, "rows": "all"}}},
     "distilled one_loop": {"objective": {"distill": {"weight": 0.5, "rows": "one_loop"}}},
+    "distilled one_loop, depths by slice": {
+        "depth": {"sampler": "independent_uniform"},
+        "objective": {"distill": {"weight": 0.5, "rows": "one_loop"}},
+    },
     "distilled from another": {
         "objective": {"distill": {"weight": 0.5, "teacher": "s-fixed", "teacher_loops": 2}}
     },
@@ -93,7 +98,7 @@ RECIPE: dict[str, Any] = {
     "optim": {"lr": 4e-3},
     "train": {
         "steps": 12, "batch_size": 8, "micro_batch_size": 4, "val_every": 6, "val_rows": 4,
-        "checkpoint_every": 12, "precision": "fp32", "seed": 3,
+        "checkpoint_every": 6, "precision": "fp32", "seed": 3,
     },
 }  # fmt: skip
 NOT_NUMERIC = {"step", "tokens", "train/tok_per_sec"}
@@ -109,6 +114,8 @@ def train(root: Path) -> Iterator[tuple[str, Callable[[], Entries]]]:
     for name, changes in DISTILLED.items():
         yield name, partial(distilled, root, name, changes)
     yield "text", partial(swept, root)
+    yield "resumed text", partial(resumed, root)
+    yield "chains from the text model", partial(chains, root)
 
 
 def distilled(root: Path, name: str, changes: dict[str, Any]) -> Entries:
@@ -125,9 +132,32 @@ def distilled(root: Path, name: str, changes: dict[str, Any]) -> Entries:
 
 def swept(root: Path) -> Entries:
     """A run on packed documents, and its loss at every loop count."""
-    run = text_run(root, {"vocab_size": 300}, name="text")
+    run = text_run(root, {"vocab_size": 300, "max_context": 48}, name="text")
     sweep = n.depthdial.sweep(run, TEXTS[:3], context=16, stride=8).to_dict()
     return run_entries(run) | {"sweep": {key: sweep[key] for key in ("loops", "nll_KN")}}
+
+
+def resumed(root: Path) -> Entries:
+    """The run on text once more from its first checkpoint on, which leaves out the last one."""
+    folder = root / "resumed"
+    shutil.copytree(root / "text-runs" / "text", folder)
+    shutil.rmtree(newest_model(folder))
+    n.depthdial.resume(folder)
+    return run_entries(folder)
+
+
+def chains(root: Path) -> Entries:
+    """Short paths beside long ones on chains, from the model that was trained on text."""
+    recipe = {key: value for key, value in RECIPE.items() if key != "model"}
+    recipe["data"] = {
+        "task": "pointer_chain", "num_chains": 2, "chain_length": 3, "context": 42,
+    }  # fmt: skip
+    changes = {
+        "train": {"init": str(newest_model(root / "text-runs"))},
+        "objective": {"trajectory": {}},
+        "depth": {"sampler": "independent_uniform"},
+    }
+    return trained(root / "chains", changes, recipe=recipe)
 
 
 def trained(folder: Path, changes: dict[str, Any], *, recipe: dict[str, Any] = RECIPE) -> Entries:
@@ -150,8 +180,9 @@ def text_run(root: Path, model: dict[str, Any], *, name: str) -> Path:
 
 
 def newest_model(folder: Path) -> Path:
-    """The model directory of a run's last checkpoint."""
-    return max(folder.rglob("model.safetensors")).parent
+    """The model directory of a run's last checkpoint, which its name numbers."""
+    folders = [path.parent for path in folder.rglob("model.safetensors")]
+    return max(folders, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
 def run_entries(run: Path) -> Entries:

@@ -299,3 +299,13 @@ def test_every_value_of_depth_optimizer_and_objective_is_in_a_run(runs, group, k
     values = [runs.n.merged(runs.RECIPE.get(group, {}), x.get(group, {})) for x in changes]
     found = {pair for x in values for pair in seen(kind.from_dict(x))}
     assert sorted(set(map(str, wanted(kind))) - set(map(str, found))) == [], ADD
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_choice_of_every_method_is_in_a_conversion(tool, method):
+    kind, cases = METHODS[method].options, sys.modules["numerics_sections"].CONVERSIONS
+    given = [x for name, _, x in cases if name == method]
+    options = [{k: v for k, v in x.items() if k in kind.model_fields} for x in given]
+    found = {pair for x in options for pair in seen(kind.from_dict(x))}
+    choices = {(name, value) for name, value in wanted(kind) if value != "set"}
+    assert choices - found - {("max_loops", None)} == set(), ADD
