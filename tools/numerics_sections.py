@@ -88,6 +88,7 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("retrofitted-recurrence", "dense", {"initial_state": "random", "prelude": 0, "coda": 1}),
     ("retrofitted-recurrence", "dense with extras", {"initial_state": "zero"}),
     ("decay-gate", "dense", {"gate_rank": 2}),
+    ("decay-gate", "sliding", {"core": "2:4"}),
     ("decay-gate-ungated-first", "dense with extras", {}),
     *(
         ("elr-graft", "dense", {"start": start, "d_cond": 6, "rank": 3})
@@ -97,6 +98,7 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("later-deltas", "dense", {"rank": 2, "norms": "tied", "rate": 0.3}),
     ("joint-deltas", "dense", {"rank": 2, "norms": "tied"}),
     ("joint-deltas", "dense with extras", {"rank": 3, "rate": 0.2}),
+    ("elastic-fixed", "fixed loops", {}),
     ("elastic-fixed", "fixed loops", {"d_cond": 6, "rank": 3}),
     ("elastic-fixed", "fixed loops", {"conditioning": "modulation", "rank": 2, "d_cond": 4}),
     ("elastic-fixed", "fixed loops, ngpt", {"max_loops": 4, "rank": 2}),
