@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from depthdial.data.documents import Document
+    from depthdial.data.documents import AnyDocument
     from depthdial.data.shards import TokenDocument
     from depthdial.data.tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ def token_documents(
     return list(_tokenised(with_text, tokenizer))
 
 
-def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:
+def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[AnyDocument]:
     """Documents of a list: texts if its items are strings, files if they are paths."""
     from depthdial.data.documents import Document, find_files, read_documents
 
@@ -69,7 +69,7 @@ def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[Document]:
         yield Document(f"text {number}", text)
 
 
-def _tokenised(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[TokenDocument]:
+def _tokenised(documents: Sequence[AnyDocument], tokenizer: Tokenizer) -> Iterator[TokenDocument]:
     import numpy as np
 
     from depthdial.data.shards import TokenDocument

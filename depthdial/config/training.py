@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from depthdial.config.base import Fraction, PositiveFloat, PositiveInt, StrictConfig
+from depthdial.config.base import BelowOne, Fraction, PositiveFloat, PositiveInt, StrictConfig
 
 SamplerName = Literal[
     "fixed",
@@ -177,12 +177,12 @@ class OptimConfig(StrictConfig):
     """Peak learning rate of the block matrices."""
     adamw_lr: PositiveFloat | None = None
     """Peak learning rate of all other parameters; null for the same as lr."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW momentum factors."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """AdamW momentum factors; at 1 the gradient would never enter."""
     eps: PositiveFloat = 1e-8
     """AdamW denominator term."""
-    momentum: Fraction = 0.95
-    """Muon momentum factor."""
+    momentum: BelowOne = 0.95
+    """Muon momentum factor; at 1 the gradient would never enter."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled decay; norms, biases and gates have none."""
     warmup_frac: Fraction = 0.03

@@ -21,7 +21,7 @@ from torch import Tensor
 from depthdial.convert.base_model import Window, block_places
 from depthdial.convert.equality import run_layers
 from depthdial.data.corpora import corpus_names, read_corpus
-from depthdial.data.documents import Document, find_files, read_documents
+from depthdial.data.documents import AnyDocument, find_files, read_documents
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.looped_lm import LoopedLM
 
@@ -195,7 +195,7 @@ def _knee(falling: Sequence[float]) -> int:
     return int(np.argmax(np.linspace(1, 0, len(values)) - heights))
 
 
-def _cut(document: Document) -> Iterator[str]:
+def _cut(document: AnyDocument) -> Iterator[str]:
     """Consecutive pieces that end at a space; a short rest is left out."""
     text, start = document.text, 0
     while start + PIECE_CHARS <= len(text):

@@ -6,16 +6,22 @@ corpora in `corpora.py`.
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from depthdial.config.text import parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+PART_BYTES = 2**20
+"""Bytes read in one go, of a text file or of the rows of a parquet file."""
 PARQUET_ROWS = 1024
-"""Rows read in one go: few in memory, many enough to be quick."""
+"""Rows read in one go where they are short."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Document(NamedTuple):
@@ -25,8 +31,58 @@ class Document(NamedTuple):
     """Unique in its collection; decides the split."""
     text: str
 
+    def parts(self) -> Iterator[str]:
+        """The text from its first to its last character, some at a time."""
+        for start in range(0, len(self.text), PART_BYTES):
+            yield self.text[start : start + PART_BYTES]
 
-ReadDocuments = Callable[[], Iterable[Document]]
+    def piece(self, name: str, start: int, end: int | None) -> Document:
+        """Characters [start, end) as a document of its own."""
+        return Document(name, self.text[start:end])
+
+
+@dataclass(frozen=True)
+class FileDocument:
+    """Characters [start, end) of a large text file, which are read anew each time they are used."""
+
+    name: str
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it, in memory."""
+        return "".join(self.parts())
+
+    def parts(self) -> Iterator[str]:
+        """The text from its first to its last character, some at a time.
+
+        Raises: ValueError naming the file for text that is not UTF-8; OSError naming the file.
+        """
+        position = 0
+        for part in _decoded_parts(self.path):
+            start, end = self.start - position, None if self.end is None else self.end - position
+            position += len(part)
+            wanted = part[max(0, start) : end if end is None else max(0, end)]
+            if wanted:
+                yield wanted
+            if self.end is not None and position >= self.end:
+                return
+
+    def piece(self, name: str, start: int, end: int | None) -> FileDocument:
+        """Characters [start, end) of this document as one of its own."""
+        ends = [
+            place
+            for place in (self.end, None if end is None else self.start + end)
+            if place is not None
+        ]
+        last = min(ends, default=None)
+        return FileDocument(name, self.path, self.start + start, last)
+
+
+AnyDocument = Document | FileDocument
+ReadDocuments = Callable[[], Iterable[AnyDocument]]
 """Starts a new pass over the same documents in the same order."""
 
 
@@ -81,8 +137,10 @@ def find_files(paths: Sequence[str | Path]) -> InputFiles:
 
 def read_documents(
     files: Iterable[tuple[str, Path]], *, text_field: str = "text"
-) -> Iterator[Document]:
+) -> Iterator[AnyDocument]:
     """Documents of the given (name, path) files, in order; rows are named `file:number`.
+
+    A text file of more than PART_BYTES is not read here, but in parts where it is used.
 
     Raises: ValueError naming file and line or row for text that is not UTF-8, not JSON, lacks
         `text_field`, or cannot be read; OSError naming the file.
@@ -90,7 +148,9 @@ def read_documents(
     for name, path in files:
         suffix = path.suffix.lower()
         with _naming(path):
-            if suffix == ".txt":
+            if suffix == ".txt" and path.stat().st_size > PART_BYTES:
+                yield FileDocument(name, path)
+            elif suffix == ".txt":
                 yield Document(name, _decode(path.read_bytes(), str(path)))
             elif suffix == ".jsonl":
                 yield from _read_jsonl(name, path, text_field)
@@ -107,9 +167,9 @@ def nothing_in(num_documents: int) -> str:
     return f"all {num_documents:,} documents are empty"
 
 
-def is_empty(document: Document) -> bool:
+def is_empty(document: AnyDocument) -> bool:
     """No text, or white space only."""
-    return not document.text or document.text.isspace()
+    return all(not part or part.isspace() for part in document.parts())
 
 
 def _files_below(path: Path) -> list[tuple[str, Path]]:
@@ -121,22 +181,48 @@ def _files_below(path: Path) -> list[tuple[str, Path]]:
     return sorted(named)
 
 
+def _decoded_parts(path: Path) -> Iterator[str]:
+    """The text of a UTF-8 file in parts, without a byte order mark. Raises as `read_documents`."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    read = 0
+    with _naming(path), path.open("rb") as file:
+        while True:
+            raw = file.read(PART_BYTES)
+            pending = len(decoder.getstate()[0])
+            try:
+                yield decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                place = read - pending + error.start
+                raise ValueError(_not_utf8(str(path), error, place)) from None
+            if not raw:
+                return
+            read += len(raw)
+
+
 def _read_jsonl(name: str, path: Path, text_field: str) -> Iterator[Document]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{path} line {number}"
-            text = _decode(line, where)
-            if not text.strip():
-                continue
-            try:
-                row = parse_json(text)
-            except ValueError as error:
-                raise ValueError(f"{where} is not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where} must be a JSON object, got {type(row).__name__}.")
-            if text_field not in row:
-                raise ValueError(_no_field(where, text_field, list(row)))
-            yield Document(f"{name}:{number}", _text_of(row[text_field], where, text_field))
+            text = _text_of_line(line, f"{path} line {number}", text_field)
+            # A line may be a book; its bytes are not kept beside its text.
+            del line
+            if text is not None:
+                yield Document(f"{name}:{number}", text)
+
+
+def _text_of_line(line: bytes, where: str, text_field: str) -> str | None:
+    """The text of one line of jsonl; None for a line of white space."""
+    text = _decode(line, where)
+    if not text or text.isspace():
+        return None
+    try:
+        row = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be a JSON object, got {type(row).__name__}.")
+    if text_field not in row:
+        raise ValueError(_no_field(where, text_field, list(row)))
+    return _text_of(row[text_field], where, text_field)
 
 
 def _read_parquet(name: str, path: Path, text_field: str) -> Iterator[Document]:
@@ -150,7 +236,10 @@ def _read_parquet(name: str, path: Path, text_field: str) -> Iterator[Document]:
     unreadable = (pyarrow.ArrowException, OSError)
     try:
         # Damage that still decompresses shows in the checksums alone, where the file has them.
-        file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+        # With a buffer pages are read one by one, not a column of the group at once.
+        file = pyarrow.parquet.ParquetFile(
+            path, page_checksum_verification=True, buffer_size=PART_BYTES
+        )
     except unreadable as error:
         if _is_of_the_disk(error):
             raise
@@ -162,7 +251,7 @@ def _read_parquet(name: str, path: Path, text_field: str) -> Iterator[Document]:
         for group in range(file.num_row_groups):
             first = number
             try:
-                for batch in _batches(file, group, text_field, PARQUET_ROWS):
+                for batch in _batches(file, group, text_field, _rows_at_once(file, group)):
                     for value in _values(batch.column(0), path, number):
                         number += 1
                         text = _text_of(value, f"{path} row {number}", text_field)
@@ -175,6 +264,12 @@ def _read_parquet(name: str, path: Path, text_field: str) -> Iterator[Document]:
                     f"{path} row {row} cannot be read: {error}. Copy the file again, or leave it "
                     "out."
                 ) from None
+
+
+def _rows_at_once(file: Any, group: int) -> int:
+    """As many rows as make about PART_BYTES: a row may be a book."""
+    facts = file.metadata.row_group(group)
+    return max(1, min(PARQUET_ROWS, PART_BYTES * facts.num_rows // max(1, facts.total_byte_size)))
 
 
 def _batches(file: Any, group: int, text_field: str, num_rows: int) -> Iterator[Any]:
@@ -234,14 +329,12 @@ def _text_of(value: object, where: str, text_field: str) -> str:
             f"{where}: field '{text_field}' must be text, got {type(value).__name__}. "
             "Choose another field with `text_field`."
         )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        # JSON escapes can spell half of a surrogate pair, which no UTF-8 text contains.
+    # JSON escapes can spell half of a surrogate pair, which no UTF-8 text contains.
+    if half := _SURROGATE.search(value):
         raise ValueError(
             f"{where}: field '{text_field}' has half a surrogate pair at character "
-            f"{error.start}. Repair the text."
-        ) from None
+            f"{half.start()}. Repair the text."
+        )
     return value
 
 
@@ -259,6 +352,8 @@ def _decode(raw: bytes, where: str) -> str:
         raise ValueError(_not_utf8(where, error)) from None
 
 
-def _not_utf8(where: str, error: UnicodeDecodeError) -> str:
+def _not_utf8(where: str, error: UnicodeDecodeError, place: int | None = None) -> str:
+    """Args: place: of the byte in the whole text; None where the error has the whole text."""
     byte = error.object[error.start]
-    return f"{where} is not UTF-8 text (byte {byte:#x} at {error.start}). Convert it."
+    place = error.start if place is None else place
+    return f"{where} is not UTF-8 text (byte {byte:#x} at {place}). Convert it."

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,16 +149,26 @@ class SplitWriter:
         self._index: list[tuple[int, int]] = []
         self._names: list[str] = []
 
-    def add(self, name: str, ids: list[int], *, num_bytes: int) -> None:
-        """Write one document and its end-of-text token; `ids` must not be empty."""
-        assert ids, f"document '{name}' has no token"
-        tokens_T = np.array([*ids, self._eos_id], dtype=np.int64)
-        assert tokens_T.max() < self._vocab_size, "token id outside the vocabulary"
+    def add(self, name: str, parts: Iterable[Sequence[int]], *, num_bytes: int) -> int:
+        """Write a document, whose ids come in parts, and its end-of-text token; nothing for one
+        without ids.
+
+        Returns: its tokens, the end-of-text token not among them.
+        """
+        count = sum(map(self._write, parts))
+        if count:
+            self._write([self._eos_id])
+            self._index.append((count + 1, num_bytes))
+            self._names.append(name)
+        return count
+
+    def _write(self, ids: Sequence[int]) -> int:
+        tokens_T = np.array(ids, dtype=np.int64)
+        assert tokens_T.max(initial=0) < self._vocab_size, "token id outside the vocabulary"
         content = tokens_T.astype(self._dtype).tobytes()
         self._file.write(content)
         self._digest.update(content)
-        self._index.append((len(tokens_T), num_bytes))
-        self._names.append(name)
+        return len(tokens_T)
 
     def finish(self) -> dict[str, int | str]:
         """Write the index and names, flush all to disk; returns the facts for meta.json."""

@@ -16,13 +16,15 @@ from typing import Any
 
 from depthdial.data.documents import (
     SUFFIXES,
-    Document,
+    AnyDocument,
+    FileDocument,
     ReadDocuments,
     find_files,
     is_empty,
     nothing_in,
     read_documents,
 )
+from depthdial.data.long_text import WINDOW_CHARS
 from depthdial.data.shards import (
     FORMAT,
     FORMAT_VERSION,
@@ -229,7 +231,7 @@ def _choose_tokenizer(
 ) -> Tokenizer:
     """The given tokenizer, or one trained on the documents outside `valid_names`."""
     if tokenizer is None:
-        texts = (d.text for d in read() if d.name not in valid_names and not is_empty(d))
+        texts = (d.parts() for d in read() if d.name not in valid_names and not is_empty(d))
         if vocab_size is None:
             return train_bpe(texts, DEFAULT_VOCAB, allow_fewer=True)
         return train_bpe(texts, vocab_size)
@@ -249,44 +251,67 @@ def _write_splits(
     writers = {split: SplitWriter(folder, split, **sizes) for split in SPLITS}
     no_token = one_token = 0
     try:
-        for batch in _batches_by_size(read()):
-            ids_of_each = _encode(batch, tokenizer)
-            for document, ids in zip(batch, ids_of_each, strict=True):
-                no_token += not ids
-                one_token += len(ids) == 1
-                if ids:
-                    split = "valid" if document.name in valid_names else "train"
-                    num_bytes = len(document.text.encode("utf-8"))
-                    writers[split].add(document.name, ids, num_bytes=num_bytes)
+        for document, parts in _encoded(read(), tokenizer):
+            split = "valid" if document.name in valid_names else "train"
+            num_bytes = sum(len(part.encode("utf-8")) for part in document.parts())
+            num_tokens = writers[split].add(document.name, parts, num_bytes=num_bytes)
+            no_token += num_tokens == 0
+            one_token += num_tokens == 1
         return {split: writers[split].finish() for split in SPLITS}, no_token, one_token
     finally:
         for writer in writers.values():
             writer.close()
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each document. Raises: ValueError naming the one that has none."""
+def _encoded(
+    documents: Iterable[AnyDocument], tokenizer: Tokenizer
+) -> Iterator[tuple[AnyDocument, Iterable[Sequence[int]]]]:
+    """Documents with text, each with its token ids in parts, which are made as they are read.
+
+    Raises: ValueError naming the document that the tokenizer cannot spell.
+    """
+    for batch in _batches_by_size(documents):
+        if _is_long(batch[0]):
+            yield batch[0], _encode_long(batch[0], tokenizer)
+        else:
+            yield from ((d, [ids]) for d, ids in zip(batch, _encode(batch, tokenizer), strict=True))
+
+
+def _is_long(document: AnyDocument) -> bool:
+    """Whether a document is encoded in parts."""
+    return isinstance(document, FileDocument) or len(document.text) > WINDOW_CHARS
+
+
+def _encode_long(document: AnyDocument, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    try:
+        yield from tokenizer.encode_parts(document.parts())
+    except ValueError as error:
+        raise ValueError(f"document '{document.name}': {error}") from error
+
+
+def _encode(batch: list[AnyDocument], tokenizer: Tokenizer) -> list[list[int]]:
     try:
         return tokenizer.encode_batch([document.text for document in batch])
     except ValueError:
         # Which one is not told, so they are tried again.
         for document in batch:
-            try:
-                tokenizer.encode(document.text)
-            except ValueError as error:
-                raise ValueError(f"document '{document.name}': {error}") from error
+            for _ in _encode_long(document, tokenizer):
+                pass
         raise
 
 
-def _batches_by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents with text, grouped up to about BATCH_CHARS characters."""
-    batch: list[Document] = []
+def _batches_by_size(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
+    """Documents with text, grouped up to about BATCH_CHARS characters; a long one alone."""
+    batch: list[AnyDocument] = []
     chars = 0
     for document in documents:
         if is_empty(document):
             continue
+        if _is_long(document) and batch:
+            yield batch
+            batch, chars = [], 0
         batch.append(document)
-        chars += len(document.text)
+        chars += BATCH_CHARS if _is_long(document) else len(document.text)
         if chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
@@ -302,32 +327,43 @@ def _cut_single_document(
     only = next(with_text, None)
     if only is None or valid_frac == 0.0 or next(with_text, None) is not None:
         return None
-    first, last = _cut(only, valid_frac)
-    if is_empty(first) or is_empty(last):
+    # The place alone is kept: a document may take much memory.
+    place = _cutting_place(only, valid_frac)
+    if any(map(is_empty, _cut(only, place))):
         return None
 
-    def read_parts() -> Iterator[Document]:
+    def read_parts() -> Iterator[AnyDocument]:
         for document in read():
-            yield from [document] if is_empty(document) else [first, last]
+            yield from [document] if is_empty(document) else _cut(document, place)
 
-    return read_parts, lambda names: {last.name}
+    valid_names = {_cut(only, place)[1].name}
+    return read_parts, lambda names: valid_names
 
 
-def _cut(document: Document, valid_frac: float) -> tuple[Document, Document]:
-    """Two parts, cut at the last paragraph, line or word end before the wanted place."""
-    text = document.text
-    wanted = round(len(text) * (1.0 - valid_frac))
+def _cut(document: AnyDocument, place: int) -> tuple[AnyDocument, AnyDocument]:
+    """The parts of a document before and after a character, to train and to validate on."""
+    name = document.name
+    return document.piece(f"{name}#train", 0, place), document.piece(f"{name}#valid", place, None)
+
+
+def _cutting_place(document: AnyDocument, valid_frac: float) -> int:
+    """The last paragraph, line or word end before where `valid_frac` of the characters are left."""
+    length = sum(map(len, document.parts()))
+    wanted = round(length * (1.0 - valid_frac))
     # Only near the wanted place: a lone line end far ahead would give most to validation.
-    earliest = max(0, wanted - len(text) // 20)
-    for mark in ("\n\n", "\n", " "):
-        place = text.rfind(mark, earliest, wanted)
-        if place > 0:
-            wanted = place + len(mark)
-            break
-    return (
-        Document(f"{document.name}#train", text[:wanted]),
-        Document(f"{document.name}#valid", text[wanted:]),
-    )
+    earliest = max(0, wanted - length // 20)
+    found = dict.fromkeys(("\n\n", "\n", " "), 0)
+    position, before = 0, ""
+    for part in document.parts():
+        # With the character before, a mark that two parts share is seen.
+        text, start = before + part, position - len(before)
+        for mark in found:
+            place = text.rfind(mark, max(0, earliest - start), max(0, wanted - start))
+            if place >= 0 and start + place > 0:
+                found[mark] = start + place + len(mark)
+        position += len(part)
+        before = part[-1:]
+    return next((place for place in found.values() if place), wanted)
 
 
 def _hash_fraction(name: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from depthdial.config.text import parse_json
+from depthdial.data.long_text import WINDOW_CHARS, encode_parts
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -162,9 +164,20 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, in order; see `encode`."""
+        """Token ids of each text, in order; see `encode`. Long texts take no more memory."""
+        whole = iter(self._encode([text for text in texts if len(text) <= WINDOW_CHARS]))
+        return [
+            next(whole) if len(text) <= WINDOW_CHARS else [*chain(*self.encode_parts([text]))]
+            for text in texts
+        ]
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[Sequence[int]]:
+        """Token ids of one text that comes in parts; the same as of the whole, some at a time."""
+        return encode_parts(lambda text: self._encode([text])[0], parts)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         # `tokenizers` has one error type for everything, and it is Exception itself.
         except Exception as error:
             shown = [text[:60] for text in texts[:3]]
@@ -272,12 +285,14 @@ def id_list(value: Any, where: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, allow_fewer: bool = False) -> Tokenizer:
+def train_bpe(
+    texts: Iterable[str | Iterable[str]], vocab_size: int, *, allow_fewer: bool = False
+) -> Tokenizer:
     """Train byte-level BPE; equal texts give an equal tokenizer.
 
     Args:
-        texts: training text, read once. Runs of over PIECE_CHARS characters without a space or
-            line break are learned from in parts.
+        texts: training text, read once; each a string, or the parts of one in order. Runs of over
+            PIECE_CHARS characters without a space or line break are learned from in parts.
         vocab_size: number of tokens with the 256 bytes and `<|endoftext|>` (id 0); >= 257.
         allow_fewer: accept a smaller vocabulary when the text has too few pairs to merge.
 
@@ -347,21 +362,25 @@ def _read_utf8(path: Path) -> str:
         ) from None
 
 
-def _in_pieces(text: str) -> Iterator[str]:
-    """The text in pieces of at most PIECE_CHARS, each but the first opened by a word and the space
-    or line break before it: the words are those of the whole text.
+def _in_pieces(text: str | Iterable[str]) -> Iterator[str]:
+    """The text, or the parts of one, in pieces of at most PIECE_CHARS, each but the first opened by
+    a word and the space or line break before it: the words are those of the whole text.
 
     Where so many characters hold no such place, they are cut anywhere.
     """
-    start = 0
-    while len(text) - start > PIECE_CHARS:
-        end = start + PIECE_CHARS
-        places = (
-            place
-            for place in range(end - 1, start, -1)
-            if text[place] in " \n" and not text[place + 1].isspace()
-        )
-        end = next(places, end)
-        yield text[start:end]
-        start = end
-    yield text[start:]
+    rest = ""
+    for part in [text] if isinstance(text, str) else text:
+        rest += part
+        start = 0
+        while len(rest) - start > PIECE_CHARS:
+            end = start + PIECE_CHARS
+            places = (
+                place
+                for place in range(end - 1, start, -1)
+                if rest[place] in " \n" and not rest[place + 1].isspace()
+            )
+            end = next(places, end)
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    yield rest

@@ -224,7 +224,7 @@ class TestRecipeFlags:
     def test_a_value_that_cannot_be_read_is_a_usage_error(self, cli: Command) -> None:
         code, _, err = cli("train", "tiny-text", "--optim.betas", "[0.9")
         assert code == 2
-        assert "--optim.betas needs list of number in [0, 1]" in err
+        assert "--optim.betas needs list of number in [0, 1)" in err
 
 
 class TestTrainAndResume:

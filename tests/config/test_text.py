@@ -91,3 +91,24 @@ def test_f11_json_that_no_reader_holds_is_a_plain_error(text):
 
 def test_f11_the_largest_numbers_are_read_exactly():
     assert parse_json("1" * 4300) == int("1" * 4300)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("betas", [1, 0.95], "optim.betas.0=1"),
+        ("betas", [0.9, 1.0], "optim.betas.1=1.0"),
+        ("momentum", 1, "optim.momentum=1"),
+    ],
+)
+def test_f32_a_momentum_that_lets_no_gradient_in_is_refused_with_the_config(
+    key: str, value: object, named: str
+) -> None:
+    """It was refused by the optimizer, after data and model had been made; or never trained."""
+    with pytest.raises(ValueError, match=f"^{named}: Input should be less than 1"):
+        load_recipe("tiny-text", {f"optim.{key}": value})
+
+
+def test_f32_a_momentum_just_below_one_is_taken() -> None:
+    recipe = load_recipe("tiny-text", {"optim.betas": [0, 0.9999], "optim.momentum": 0.9999})
+    assert recipe.optim.betas == (0, 0.9999)

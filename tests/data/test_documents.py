@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from depthdial.data import documents
 from depthdial.data.documents import Document, find_files, read_documents
 
 
@@ -263,3 +264,69 @@ def test_a_link_with_its_own_name_is_its_own_file(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
     assert len(find_files([tmp_path]).supported) == 2
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Files of more than 16 bytes are large, and are read 16 bytes at a time."""
+    monkeypatch.setattr("depthdial.data.documents.PART_BYTES", 16)
+
+
+def large_text(path, *, mark=b""):
+    text = "caf\u00e9 \u4e2d\u6587 \U0001f600 na\u00efve\r\n" * 9 + "end"
+    path.write_bytes(mark + text.encode())
+    return text
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_f32_a_large_text_file_is_the_text_that_a_small_one_would_be(tmp_path, mark, small_parts):
+    text = large_text(tmp_path / "a.txt", mark=mark)
+    [document] = read(tmp_path / "a.txt")
+    assert (document.name, document.text) == ("a.txt", text)
+    assert "".join(document.parts()) == text
+    assert all(len(part) <= 17 for part in document.parts())
+
+
+def test_f32_a_piece_of_a_large_text_file_is_that_of_its_characters(tmp_path, small_parts):
+    text = large_text(tmp_path / "a.txt")
+    [document] = read(tmp_path / "a.txt")
+    for start, end in ((0, 5), (3, 40), (17, 17), (60, None), (len(text), None), (0, len(text))):
+        piece = document.piece("b", start, end)
+        assert (piece.name, piece.text) == ("b", text[start:end])
+        assert piece.piece("c", 2, 4).text == text[start:end][2:4]
+        assert piece.piece("c", 2, None).text == text[start:end][2:]
+        assert Document("a", text).piece("b", start, end) == Document("b", text[start:end])
+
+
+def test_f32_a_document_in_memory_comes_in_parts_too(small_parts):
+    assert list(Document("a", "x" * 40).parts()) == ["x" * 16, "x" * 16, "x" * 8]
+    assert list(Document("a", "").parts()) == []
+
+
+def test_f11_a_large_text_file_that_is_not_utf8_is_named_with_the_place(tmp_path, small_parts):
+    raw = "\u4e2d".encode() * 30
+    for place, damaged in ((61, raw[:61] + b"\xff" + raw[62:]), (88, raw[:-1]), (15, b"a" * 15)):
+        path = tmp_path / "a.txt"
+        path.write_bytes(damaged if place != 15 else damaged + b"\xe4\xb8" + b"a" * 9)
+        [document] = read(path)
+        with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text .byte 0x.. at (\d+)") as x:
+            list(document.parts())
+        # The first byte of the character that is spoilt.
+        assert f" at {place // 3 * 3})" in str(x.value)
+
+
+def test_f32_rows_of_a_parquet_file_are_read_by_size(tmp_path, monkeypatch):
+    """A thousand rows in one go may be a thousand books."""
+    write_parquet(tmp_path / "a.parquet", {"text": [f"{row}" * 200 for row in range(10, 90)]})
+    monkeypatch.setattr("depthdial.data.documents.PART_BYTES", 4000)
+    sizes = []
+    batches = documents._batches
+
+    def counted(*args):
+        for batch in batches(*args):
+            sizes.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(documents, "_batches", counted)
+    assert [d.text for d in read(tmp_path / "a.parquet")] == [f"{r}" * 200 for r in range(10, 90)]
+    assert max(sizes) <= 10

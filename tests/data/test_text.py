@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from depthdial.data import text
+from depthdial.data.documents import Document
 from depthdial.data.packing import IGNORE, PackedText
 from depthdial.data.shards import SPLITS, SplitWriter, TokenShards
-from depthdial.data.text import prepare, split_by_hash
+from depthdial.data.text import _cutting_place, prepare, split_by_hash
 from depthdial.data.tokenizer import Tokenizer, train_bpe
 from depthdial.disk import InUseError
 
@@ -323,3 +327,67 @@ def test_f11_a_document_that_the_tokenizer_cannot_spell_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     with pytest.raises(ValueError, match="document 'a.jsonl:4': this tokenizer of 2 tokens cannot"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=words)
+
+
+def test_f32_a_large_text_file_is_prepared_as_a_small_one(tmp_path, monkeypatch):
+    """Cut at the same place, with the same tokenizer and the same tokens."""
+    text = "".join(f"line number {i:04d} of\n" + "\n" * (i % 7 == 0) for i in range(400))
+    (tmp_path / "a.txt").write_text(text + "caf\u00e9 \u4e2d\u6587 " * 50, encoding="utf-8")
+    first = prepare([tmp_path / "a.txt"], tmp_path / "whole", vocab_size=280, valid_frac=0.1)
+    monkeypatch.setattr("depthdial.data.documents.PART_BYTES", 100)
+    for module in ("text", "tokenizer", "long_text"):
+        monkeypatch.setattr(f"depthdial.data.{module}.WINDOW_CHARS", 500)
+    monkeypatch.setattr("depthdial.data.long_text.OVERLAP_CHARS", 80)
+    second = prepare([tmp_path / "a.txt"], tmp_path / "parts", vocab_size=280, valid_frac=0.1)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert (first.tokens, first.num_bytes) == (second.tokens, second.num_bytes)
+
+
+@pytest.mark.parametrize("part", [1, 2, 3, 5, 64])
+@given(
+    text=st.text(st.sampled_from("ab \n"), min_size=1, max_size=80),
+    frac=st.sampled_from([0.05, 0.3, 0.9]),
+)
+def test_f32_where_a_document_is_cut_does_not_depend_on_its_parts(part, text, frac):
+    wanted = round(len(text) * (1 - frac))
+    earliest = max(0, wanted - len(text) // 20)
+    for mark in ("\n\n", "\n", " "):
+        if (place := text.rfind(mark, earliest, wanted)) > 0:
+            wanted = place + len(mark)
+            break
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("depthdial.data.documents.PART_BYTES", part)
+        assert _cutting_place(Document("a", text), frac) == wanted
+
+
+MEASURED = """
+import json, re, sys
+from pathlib import Path
+from depthdial.data import documents, long_text, text, tokenizer
+folder = Path(sys.argv[1])
+for module in (text, tokenizer, long_text):
+    module.WINDOW_CHARS = 40_000
+documents.PART_BYTES = 100_000
+byte_tokenizer, peaks = tokenizer.train_bpe([""], 257), []
+for name in ("small.txt", "large.txt", "large.jsonl"):
+    text.prepare([folder / name], folder / f"{name} out", tokenizer=byte_tokenizer)
+    # Not getrusage: its peak is also that of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    peaks.append(int(re.search(r"VmHWM:\\s*(\\d+)", status)[1]) * 1024)
+print(json.dumps(peaks))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_f32_memory_does_not_grow_with_the_length_of_a_document(tmp_path):
+    """Each byte of a document took ninety and more bytes: 5.5 GB for one of 60 MB."""
+    line = "The ship sailed days past the island of birds. "
+    (tmp_path / "small.txt").write_text(line * 4_000)
+    (tmp_path / "large.txt").write_text(line * 12_000)
+    (tmp_path / "large.jsonl").write_text(json.dumps({"text": line * 12_000}))
+    command = [sys.executable, "-c", MEASURED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    small, large, row = json.loads(done.stdout)
+    added = len(line) * 8_000
+    # A row of jsonl is there as bytes, as text, and as the value in it.
+    assert large - small < 16 * added and row - large < 16 * added, done.stdout
