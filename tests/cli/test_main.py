@@ -450,7 +450,7 @@ class TestPrepare:
             (["--valid-frac", "1"], 1, "--valid-frac 1.0 must be at least 0 and below 1"),
             (["--vocab-size", "9"], 1, "--vocab-size 9 is too small"),
             (["--text-field", "title"], 1, "it has text. Choose one with --text-field."),
-            (["--out", "OUT"], 1, "Choose another folder or pass --overwrite."),
+            (["--out", "OUT"], 1, "allow prepared data to be replaced: --overwrite"),
             (["--vocab-size", "300", "--tokenizer", "t.json"], 2, "give --vocab-size (to train"),
         ],
     )
