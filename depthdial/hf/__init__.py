@@ -14,6 +14,7 @@ public interface: generation calls `_prepare_cache_for_generation` once and
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from depthdial.hf.cache import DepthdialCache
 from depthdial.hf.config import DepthdialConfig
@@ -23,9 +24,12 @@ __all__ = ["CACHE_FIELD", "DepthdialCache", "DepthdialConfig", "DepthdialForCaus
 
 
 def register() -> None:
-    """Tell transformers' auto classes about model_type "depthdial"; again is no harm."""
+    """Tell transformers about model_type "depthdial"; again is no harm."""
     AutoConfig.register(DepthdialConfig.model_type, DepthdialConfig, exist_ok=True)
     AutoModelForCausalLM.register(DepthdialConfig, DepthdialForCausalLM, exist_ok=True)
+    # What is missing there is no next-token model to trainers, which then smooth the labels of
+    # the tokens that a position has read, not of the one behind it.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[DepthdialConfig.model_type] = DepthdialForCausalLM.__name__
 
 
 register()

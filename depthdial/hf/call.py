@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 from depthdial.config import CachePolicy
 from depthdial.hf.cache import DepthdialCache
 
+IGNORED = -100
+"""Label of a position without a loss."""
+
 
 def check_inputs(
     input_ids: Tensor | None,
@@ -52,6 +55,34 @@ def check_given(cache: DepthdialCache | None, *, policy: CachePolicy | None, is_
         raise ValueError(
             f"cache_policy='{policy}', but the cache that was given follows '{cache.policy}'."
         )
+
+
+def check_labels(labels: Tensor, input_ids: Tensor, *, num_read_out: int) -> None:
+    """Refuse labels of another shape, or fewer logits than labels."""
+    if labels.shape != input_ids.shape or num_read_out != labels.shape[1]:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}, and "
+            f"{num_read_out} positions are read out; the loss needs all of them "
+            "(logits_to_keep=0)."
+        )
+
+
+def num_items(labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+    """What the summed loss of a call is divided by: at least 1, so that no targets give loss 0.
+
+    Args: num_items_in_batch: as a trainer counts; None for the targets of `labels`.
+    Raises: ValueError for a number below 0.
+    """
+    if num_items_in_batch is None:
+        # The first label of a row is the target of no position.
+        num_items_in_batch = (labels[:, 1:] != IGNORED).sum()
+    # A tensor may be on another device, which a check would wait for.
+    if not isinstance(num_items_in_batch, Tensor) and num_items_in_batch < 0:
+        raise ValueError(
+            f"num_items_in_batch={num_items_in_batch}; give the number of targets in all calls of "
+            "the optimizer step, or leave it out for those of this call."
+        )
+    return torch.as_tensor(num_items_in_batch).clamp(min=1)
 
 
 def document_numbers(position_ids: Tensor | None, shape: torch.Size) -> Tensor | None:

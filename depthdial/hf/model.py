@@ -27,8 +27,10 @@ from depthdial.hf.call import (
     RecordedStates,
     check_given,
     check_inputs,
+    check_labels,
     document_numbers,
     kept_positions,
+    num_items,
 )
 from depthdial.hf.config import DepthdialConfig
 from depthdial.hf.files import bring_to, mixed_formats, widest
@@ -54,6 +56,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = DepthdialConfig
     base_model_prefix = "model"
+    accepts_loss_kwargs = True
+    """Trainers ask for it, and pass `num_items_in_batch` only where it is True."""
     _no_split_modules = ["LoopedLM"]
 
     def __init__(self, config: DepthdialConfig) -> None:
@@ -79,6 +83,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         cache_policy: CachePolicy | None = None,
         use_cache: bool | None = None,
         labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         step_sizes: Tensor | Sequence[float] | None = None,
         output_hidden_states: bool | None = None,
@@ -100,6 +105,9 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             cache_policy: of the cache that `use_cache=True` makes; None for the model's own.
             use_cache: make a cache for the whole context; None makes none.
             labels: [B, T], `input_ids` as a rule, -100 where no loss is wanted; shifted here.
+            num_items_in_batch: targets of the whole optimizer step, by which the summed loss of
+                this call is divided; None for the targets of this call. Trainers that accumulate
+                gradients pass it, also in calls without labels, where there is no loss.
             logits_to_keep: last positions to read out, or their places [n]; 0 for all.
             step_sizes: of the loops, for a model conditioned on time. With beams, which repeat
                 the rows of every tensor, a list or one row per prompt.
@@ -137,7 +145,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             cache.close((tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
         logits_BTV = self.model.head(kept_positions(x_BTD, logits_to_keep))
         output = CausalLMOutputWithPast(
-            loss=self._loss(logits_BTV, labels, tokens_BT),
+            loss=self._loss(logits_BTV, labels, tokens_BT, num_items_in_batch),
             logits=logits_BTV,
             hidden_states=None if states is None else (begun.h_in_BTD, *states.states, x_BTD),
             **{CACHE_FIELD: cache},
@@ -175,18 +183,22 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         check_given(given, policy=cache_policy, is_used=is_used)
         return given
 
-    def _loss(self, logits_BTV: Tensor, labels: Tensor | None, input_ids: Tensor) -> Tensor | None:
-        """Mean negative log-likelihood of the next tokens, in nats."""
+    def _loss(
+        self,
+        logits_BTV: Tensor,
+        labels: Tensor | None,
+        input_ids: Tensor,
+        num_items_in_batch: int | Tensor | None,
+    ) -> Tensor | None:
+        """Negative log-likelihood of the next tokens, in nats, per item of the optimizer step."""
         if labels is None:
             return None
-        if labels.shape != input_ids.shape or logits_BTV.shape[1] != labels.shape[1]:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}, and "
-                f"{logits_BTV.shape[1]} positions are read out; the loss needs all of them "
-                "(logits_to_keep=0)."
-            )
+        check_labels(labels, input_ids, num_read_out=logits_BTV.shape[1])
         return self.loss_function(
-            logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size
+            logits=logits_BTV,
+            labels=labels,
+            vocab_size=self.config.vocab_size,
+            num_items_in_batch=num_items(labels, num_items_in_batch),
         )
 
     def _prepare_cache_for_generation(

@@ -1,7 +1,6 @@
 """`forward` and files of the transformers model: masks, losses, states, strict loading."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import safetensors.torch
@@ -264,7 +263,6 @@ def test_a_state_dict_is_loaded_under_the_names_of_a_file_or_of_the_wrapper():
         assert all(torch.equal(wrapped.model.state_dict()[n], t) for n, t in expected.items())
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers needs accelerate here")
 def test_a_device_map_is_taken(opened):
     assert opened(toy_model(), device_map="cpu").device.type == "cpu"
 
