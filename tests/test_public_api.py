@@ -58,7 +58,7 @@ def test_signature_of_load() -> None:
 def test_signature_of_generate() -> None:
     assert parameters(Model.generate) == (
         "self, prompts, *, num_loops=, max_new_tokens=, temperature=, top_k=, top_p=, min_p=, "
-        "seed=, stop=, cache_policy=, exit_rule=, exit_threshold=, step_sizes="
+        "seed=, stop=, cache_policy=, exit_rule=, exit_threshold=, step_sizes=, logprobs="
     )
 
 
@@ -88,6 +88,7 @@ def test_fields_of_a_model_and_a_completion() -> None:
         "prompt_tokens",
         "completion_tokens",
         "mean_loops",
+        "logprobs",
     ]
     assert isinstance(Model.config, property)
 

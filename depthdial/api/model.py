@@ -42,6 +42,8 @@ class Completion:
         prompt_tokens: tokens read, those that open the prompt among them.
         completion_tokens: tokens generated, those of the stop text among them.
         mean_loops: passes per generated token; None without an exit rule.
+        logprobs: log-probability of each generated token in nats, before temperature and filters;
+            None unless asked for.
     """
 
     text: str
@@ -50,6 +52,7 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     mean_loops: float | None = None
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Model:
         exit_rule: str | None = None,
         exit_threshold: float | None = None,
         step_sizes: Sequence[float] | None = None,
+        logprobs: bool = False,
     ) -> list[Completion]:
         """Continue every prompt as the beginning of a document.
 
@@ -106,6 +110,8 @@ class Model:
             exit_threshold: of that rule; None for the published one.
             step_sizes: one per loop, adding up to 1, for a model conditioned on time (LoopFormer);
                 without `num_loops` they say how many run. None for equal steps.
+            logprobs: also return the log-probability of each generated token. In bf16 they move
+                with the batch by up to about 2e-2.
 
         Returns: one `Completion` per prompt, in order; a list also for a single prompt.
         Raises: ValueError for an empty prompt, a loop count the model refuses, a number out of
@@ -145,6 +151,7 @@ class Model:
             cache_policy=cache_policy,
             stop_rule=_stop_rule(exit_rule, exit_threshold),
             step_sizes=None if step_sizes is None else torch.tensor(step_sizes),
+            logprobs=logprobs,
         )
         return [_completion(self.tokenizer, result, stop_texts) for result in results]
 
@@ -356,6 +363,7 @@ def _completion(tokenizer: Tokenizer, result: Generation, stop_texts: Sequence[s
         prompt_tokens=result.prompt_tokens,
         completion_tokens=len(result.token_ids),
         mean_loops=result.mean_loops,
+        logprobs=None if result.logprobs is None else tuple(result.logprobs),
     )
 
 

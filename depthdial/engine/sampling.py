@@ -97,6 +97,13 @@ def sample(logits_BV: Tensor, sampling: Sampling, generators: list[torch.Generat
     return torch.cat(drawn).to(logits_BV.device)
 
 
+def chosen_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    """Log-probability of one token per row in nats, before temperature and filters, fp32 [B]."""
+    # fp32: a log of a sum over V bf16 exponentials keeps two digits.
+    logprobs_BV = logits_BV.float().log_softmax(dim=-1)
+    return logprobs_BV.gather(1, tokens_B.to(logits_BV.device)[:, None])[:, 0].cpu()
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -26,7 +26,8 @@ from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import count_by_depth
 from depthdial.disk import write_synced
-from depthdial.eval.windows import collate, windows
+from depthdial.eval.scoring import Precision, check_scoring, token_logprobs
+from depthdial.eval.windows import windows
 from depthdial.model.looped_lm import LoopedLM
 
 LOOPS_BEYOND_TRAINING = 2
@@ -146,7 +147,7 @@ class DepthSweep:
             raise ValueError(f"{path} is no regular file. Give the name of a file to write.")
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            write_synced(temporary, json.dumps(self.to_dict()) + "\n")
+            write_synced(temporary, json.dumps(self.to_dict(), allow_nan=False) + "\n")
             temporary.replace(path)
         except OSError as error:
             stands = "the file that was there is unchanged" if path.exists() else "no file was left"
@@ -214,7 +215,7 @@ def sweep_documents(
     start_id: int | None,
     stride: int | None = None,
     rows_per_forward: int = 16,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     trained_loops: Sequence[int] | None = None,
 ) -> DepthSweep:
     """Score every document at every loop count.
@@ -239,17 +240,24 @@ def sweep_documents(
     empty = [document.name for document in documents if len(document.tokens_T) <= unscored]
     if empty:
         raise ValueError(f"{len(empty)} documents have no token to score, first '{empty[0]}'.")
+    check_scoring(rows_per_forward=rows_per_forward, precision=precision)
     rows = list(windows(documents, context=context, stride=stride, start_id=start_id))
     nll_KN = np.zeros((len(loops), len(documents)))
     for start in range(0, len(rows), rows_per_forward):
         part = rows[start : start + rows_per_forward]
-        tokens_BT, targets_BT, real_BT = collate(part)
         for k_idx, num_loops in enumerate(loops):
-            logits_BTV = _logits(
-                model, tokens_BT, real_BT, num_loops=num_loops, precision=precision
+            logprobs = token_logprobs(
+                model,
+                [row.scored for row in part],
+                num_loops,
+                rows_per_forward=rows_per_forward,
+                precision=precision,
             )
-            nll_B = _row_losses(logits_BTV, targets_BT)
-            np.add.at(nll_KN[k_idx], [row.document_idx for row in part], nll_B)
+            for row, logprobs_T in zip(part, logprobs, strict=True):
+                # fp64: a document's loss is a sum of thousands of small terms.
+                nll = -float(logprobs_T.double().sum())
+                _check_finite(nll, num_loops, documents[row.document_idx].name)
+                nll_KN[k_idx, row.document_idx] += nll
     return DepthSweep(
         loops=loops,
         max_loops=model.config.max_loops,
@@ -272,7 +280,7 @@ def sweep_questions(
     num_rows: int | None = None,
     max_depth: int | None = None,
     rows_per_forward: int = 64,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     trained_loops: Sequence[int] | None = None,
 ) -> DepthSweep:
     """Loss and right answers by dependency depth; every row counts as one document.
@@ -285,6 +293,10 @@ def sweep_questions(
     usual = question_count(source)
     num_rows = usual.num_rows if num_rows is None else num_rows
     max_depth = usual.max_depth if max_depth is None else max_depth
+    check_scoring(rows_per_forward=rows_per_forward, precision=precision)
+    for name, value in (("num_rows", num_rows), ("max_depth", max_depth)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
     shape = (len(loops), num_rows)
     nll_KN, correct_KNP = np.zeros(shape), np.zeros((*shape, max_depth), dtype=np.int64)
     total_NP = np.zeros((num_rows, max_depth), dtype=np.int64)
@@ -293,10 +305,11 @@ def sweep_questions(
         count = min(rows_per_forward, num_rows - start)
         batch, depths_BT = source.rows(start, count), source.depths(start, count)
         for k_idx, num_loops in enumerate(loops):
-            logits_BTV = _logits(
-                model, batch.tokens_BT, None, num_loops=num_loops, precision=precision
-            )
-            nll_KN[k_idx, start : start + count] = _row_losses(logits_BTV, batch.targets_BT)
+            logits_BTV = _logits(model, batch.tokens_BT, num_loops=num_loops, precision=precision)
+            nll_B = _row_losses(logits_BTV, batch.targets_BT)
+            for row, nll in enumerate(nll_B.tolist(), start):
+                _check_finite(nll, num_loops, f"row {row}")
+            nll_KN[k_idx, start : start + count] = nll_B
             answers_BT = likeliest_answers(logits_BTV, source.answer_ids)
             counts = count_by_depth(answers_BT, batch.targets_BT, depths_BT, max_depth=max_depth)
             correct_KNP[k_idx, start : start + count] = counts.correct_BP
@@ -337,17 +350,24 @@ def check_swept_loops(loops: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(loops)))
 
 
-def _logits(
-    model: LoopedLM, tokens_BT: Tensor, real_BT: Tensor | None, *, num_loops: int, precision: str
-) -> Tensor:
+def _check_finite(nll: float, num_loops: int, name: str) -> None:
+    """Refuse a loss that is no number: a curve with it would say nothing.
+
+    Raises: ValueError naming loop count and document.
+    """
+    if not math.isfinite(nll):
+        raise ValueError(
+            f"the loss of '{name}' at num_loops={num_loops} is {nll}: the model's scores leave the "
+            "range of numbers there. Nothing was written. Sweep fewer loops, use fp32, or another "
+            "checkpoint."
+        )
+
+
+def _logits(model: LoopedLM, tokens_BT: Tensor, *, num_loops: int, precision: Precision) -> Tensor:
     """Logits on the CPU, fp32 [B, T, V]."""
     device = model.embedding.weight.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-        logits_BTV = model(
-            tokens_BT.to(device),
-            num_loops=num_loops,
-            padding_mask_BT=None if real_BT is None else real_BT.to(device),
-        )
+        logits_BTV = model(tokens_BT.to(device), num_loops=num_loops)
     return logits_BTV.float().cpu()
 
 

@@ -1,6 +1,6 @@
 """Rows of whole documents: every token scored exactly once, whatever the context.
 
-Letters: B rows, T tokens.
+Letters: T tokens.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from depthdial.data.packing import IGNORE
 from depthdial.data.shards import TokenDocument
+from depthdial.eval.scoring import ScoredRow
 
 
 class Window(NamedTuple):
-    """One model row of a document: inputs, and targets with IGNORE where another row scores."""
+    """One model row of a document: what it reads, and what of it is scored here."""
 
     document_idx: int
-    tokens_T: np.ndarray
-    targets_T: np.ndarray
+    scored: ScoredRow
 
 
 def windows(
@@ -36,25 +33,10 @@ def windows(
         tokens_T = np.asarray(document.tokens_T, dtype=np.int64)
         if start_id is not None:
             tokens_T = np.concatenate([[start_id], tokens_T])
-        inputs_T, targets_T = tokens_T[:-1], tokens_T[1:]
+        num_targets = len(tokens_T) - 1
         scored, begin = 0, 0
-        while scored < len(targets_T):
-            end = min(begin + context, len(targets_T))
-            row_T = targets_T[begin:end].copy()
-            row_T[: scored - begin] = IGNORE
-            yield Window(document_idx, inputs_T[begin:end], row_T)
+        while scored < num_targets:
+            end = min(begin + context, num_targets)
+            read_T = tokens_T[begin : scored + 1]
+            yield Window(document_idx, ScoredRow(read_T, tokens_T[scored + 1 : end + 1]))
             scored, begin = end, begin + stride
-
-
-def collate(rows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Right-pad to the longest row; no mask where nothing is padded."""
-    longest = max(len(row.tokens_T) for row in rows)
-    tokens_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
-    targets_BT = torch.full((len(rows), longest), IGNORE)
-    real_BT = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        length = len(row.tokens_T)
-        tokens_BT[i, :length] = torch.from_numpy(row.tokens_T)
-        targets_BT[i, :length] = torch.from_numpy(row.targets_T)
-        real_BT[i, :length] = True
-    return tokens_BT, targets_BT, None if bool(real_BT.all()) else real_BT

@@ -563,3 +563,12 @@ class TestResume:
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="is no run"):
             depthdial.resume(tmp_path)
+
+
+def test_a_completion_has_logprobs_where_they_are_asked_for(model):
+    plain, asked = (
+        model.generate("Fellow", max_new_tokens=3, logprobs=wanted)[0] for wanted in (False, True)
+    )
+    assert plain.logprobs is None
+    assert asked.text == plain.text
+    assert len(asked.logprobs) == asked.completion_tokens and max(asked.logprobs) <= 0

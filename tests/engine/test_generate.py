@@ -375,3 +375,24 @@ def test_generation_leaves_no_gradient_and_no_table(model):
     generate(model, PROMPTS, num_loops=2, max_new_tokens=2)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model(torch.tensor([[1]]), num_loops=2).requires_grad
+
+
+# ---- log-probabilities
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.7, top_k=5, seed=1)])
+def test_logprobs_are_those_of_a_plain_forward_whatever_the_sampling(model, sampling):
+    found = generate(
+        model, PROMPTS, num_loops=DEPTHS, max_new_tokens=6, sampling=sampling, logprobs=True
+    )
+    for prompt, depth, result in zip(PROMPTS, DEPTHS, found, strict=True):
+        assert len(result.logprobs) == len(result.token_ids) == 6
+        row = torch.tensor([[*prompt, *result.token_ids[:-1]]])
+        with torch.no_grad():
+            logp_TV = model(row, num_loops=depth)[0, len(prompt) - 1 :].log_softmax(-1)
+        wanted = logp_TV.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-5, rtol=0)
+
+
+def test_logprobs_are_left_out_unless_asked_for(model):
+    assert generate(model, [[1]], num_loops=1, max_new_tokens=2)[0].logprobs is None

@@ -78,11 +78,12 @@ def test_b45_each_token_is_scored_exactly_once_from_its_predecessors(length, str
     doc = TokenDocument("d", np.arange(100, 100 + length), length)
     seen = []
     for row in windows([doc], context=CONTEXT, stride=stride, start_id=7):
-        assert len(row.tokens_T) <= CONTEXT
-        for given, target in zip(row.tokens_T, row.targets_T, strict=True):
-            if target != IGNORE:
-                assert given == (target - 1 if target > 100 else 7)
-                seen.append(int(target))
+        read, scored = row.scored.prefix_ids.tolist(), row.scored.target_ids.tolist()
+        tokens = read + scored
+        assert len(tokens) - 1 <= CONTEXT
+        for given, target in zip(tokens[len(read) - 1 :], scored, strict=False):
+            assert given == (target - 1 if target > 100 else 7)
+            seen.append(target)
     assert seen == list(range(100, 100 + length))
 
 
@@ -303,3 +304,46 @@ def test_chains_are_counted_up_to_their_length_and_programs_up_to_sixteen():
     chains = PointerChains(train_bpe(["a b"], 257), 0, num_chains=1, chain_length=20)
     assert question_count(chains) == (CHAIN_ROWS, 20)
     assert question_count(PointerPrograms(0)) == (POINTER_ROWS, POINTER_MAX_DEPTH)
+
+
+def test_f12_a_loss_that_is_no_number_is_refused_with_loop_count_and_document():
+    model = small_model()
+    with torch.no_grad():
+        model.core_stack[0].mixer.v_proj.weight.fill_(float("inf"))
+    docs = [document(5), document(7)]
+    with pytest.raises(ValueError, match="'d5' at num_loops=1 is nan"):
+        sweep_documents(model, docs, loops=[1, 2], context=CONTEXT, start_id=0)
+    with pytest.raises(ValueError, match="'row 0' at num_loops=1 is nan"):
+        sweep_questions(model, PointerPrograms(seed=0), loops=[1], num_rows=2, max_depth=2)
+
+
+def test_f12_what_a_sweep_writes_is_json(tmp_path):
+    """NaN is a word of Python; other readers refuse the whole file."""
+    sweep = sweep_documents(small_model(), [document(5)], loops=[1], context=CONTEXT, start_id=0)
+    sweep.nll_KN[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sweep.save(tmp_path / "sweep.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rows_per_forward": -1}, "rows_per_forward=-1"),
+        ({"rows_per_forward": 0}, "rows_per_forward=0"),
+        ({"precision": "bf61"}, "precision='bf61' is unknown"),
+    ],
+)
+def test_f29_a_number_that_would_score_nothing_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        sweep_documents(
+            small_model(), [document(5)], loops=[1], context=CONTEXT, start_id=0, **wrong
+        )
+    with pytest.raises(ValueError, match=words):
+        sweep_questions(small_model(), PointerPrograms(seed=0), loops=[1], num_rows=2, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"num_rows": 0}, {"max_depth": 0}])
+def test_f29_questions_without_rows_or_depths_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        sweep_questions(small_model(), PointerPrograms(seed=0), loops=[1], **wrong)
