@@ -7,7 +7,6 @@ where it stands, so the demonstration can be interrupted and called again.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +97,7 @@ def _job(name: str, folder: Path, *, quick: bool) -> Job:
 
 
 def _check_folder(job: Job) -> None:
-    """Refuse a folder with a run of other settings; remove one that never came to a checkpoint."""
+    """Refuse a folder with a run of other settings."""
     if not job.run.config_path.exists():
         return
     found = Recipe.from_file(job.run.config_path)
@@ -110,8 +109,6 @@ def _check_folder(job: Job) -> None:
             f"({_first_difference(found, job.recipe)}). Give another folder with --out, or delete "
             f"{job.run.path}."
         )
-    if not any(job.run.checkpoints_path.glob("step_*")):
-        shutil.rmtree(job.run.path)
 
 
 def _first_difference(found: Recipe, wanted: Recipe) -> str:
@@ -181,9 +178,12 @@ def _train_all(jobs: list[Job], folder: Path, console: Console) -> None:
 
 
 def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
-    """A new process that trains the job, or resumes it if it has a checkpoint."""
+    """A new process that trains the job, or resumes it if it has a checkpoint.
+
+    A run that never came to a checkpoint is `train`'s to replace: that alone holds its lock.
+    """
     command = [sys.executable, "-m", "depthdial"]
-    if job.run.config_path.exists():
+    if any(job.run.checkpoints_path.glob("step_*")):
         command += ["resume", str(job.run.path)]
     else:
         recipe_path = folder / f"{job.recipe.name}.recipe.json"

@@ -8,7 +8,6 @@ A step index is 0-based; metrics and checkpoints count finished steps.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -130,7 +129,8 @@ def train(
 ) -> TrainResult:
     """Train from the first step into a new folder root/name.
 
-    Raises: ValueError if that run exists, or recipe, data and the folder it starts from do not fit.
+    Raises: ValueError if that run exists, or recipe, data and the folder it starts from do not fit;
+        InUseError if another process trains it.
     """
     check_device(recipe.train.device)
     init = recipe.train.init
@@ -142,25 +142,20 @@ def train(
     if (source := teacher_folder(recipe)) is not None:
         provenance["teacher"] = folder_facts(source)
     teacher = open_teacher(recipe, data.tokenizer)
-    run = RunDir.create(root, recipe.name, config=recipe, provenance=provenance)
-    session = _Session(
-        recipe,
-        run,
-        data,
-        model,
-        Optimizers(model, recipe.optim),
-        Progress(data=data.train.fingerprint),
-        teacher,
-        None if init is None else Path(init),
-    )
-    # Whatever stops the run from here on, there is something to resume from.
-    try:
+    with RunDir.create(root, recipe.name, config=recipe, provenance=provenance) as run:
+        session = _Session(
+            recipe,
+            run,
+            data,
+            model,
+            Optimizers(model, recipe.optim),
+            Progress(data=data.train.fingerprint),
+            teacher,
+            None if init is None else Path(init),
+        )
+        # Whatever stops the run from here on, there is something to resume from.
         save_checkpoint(session)
-    except (OSError, RuntimeError):
-        # Nothing was trained yet: leave the name free rather than a folder that nothing opens.
-        shutil.rmtree(run.path, ignore_errors=True)
-        raise
-    return _run(session, observer or SilentObserver())
+        return _run(session, observer or SilentObserver())
 
 
 def resume(
@@ -175,12 +170,20 @@ def resume(
         overrides: dotted recipe keys to change from here on, e.g. {"optim.lr": 1e-3}; moments and
             data position stay. Written to the run's config.json.
 
-    Raises: ValueError for a key that would make it another run (see `RESUME_KEYS`).
+    Raises: ValueError for a key that would make it another run (see `RESUME_KEYS`); InUseError if
+        another process trains the run.
     """
     run = RunDir.open(path)
+    with run.held():
+        session = _taken_up(run, overrides or {})
+        return _run(session, observer or SilentObserver())
+
+
+def _taken_up(run: RunDir, overrides: dict[str, Any]) -> _Session:
+    """The session of a run's newest intact checkpoint, with the run's files brought back to it."""
     recipe = Recipe.from_file(run.config_path)
     checkpoint = run.latest_checkpoint()
-    recipe = _changed(recipe, overrides or {})
+    recipe = _changed(recipe, overrides)
     if overrides and checkpoint.step >= recipe.train.steps:
         raise ValueError(
             f"the run {run.path} has finished its {recipe.train.steps} steps, so "
@@ -211,8 +214,7 @@ def resume(
     run.write_config(recipe)
     run.discard_metrics_after(checkpoint.step)
     companions = None if init is None else checkpoint.path
-    session = _Session(recipe, run, data, model, optimizers, progress, teacher, companions)
-    return _run(session, observer or SilentObserver())
+    return _Session(recipe, run, data, model, optimizers, progress, teacher, companions)
 
 
 def _changed(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:

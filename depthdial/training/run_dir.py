@@ -11,21 +11,22 @@ checkpoint and metrics line N stand after N steps.
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from depthdial.config import StrictConfig
-from depthdial.disk import fsync_path, hash_file, write_synced, write_whole
+from depthdial.disk import fsync_path, hash_file, locked, write_synced, write_whole
 from depthdial.model.folder import LICENCE_NAMES
+from depthdial.training.metrics_file import MetricsFile, json_text
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LOCK_FILE = ".lock"
 CHECKPOINT_NAME = re.compile(r"step_(\d+)")
 UNFINISHED_NAME = re.compile(r"\.step_(\d+)\.tmp")
 REPLACED_NAME = re.compile(r"\.step_(\d+)\.old")
@@ -53,16 +54,20 @@ class RunDir:
         self.provenance_path = path / "provenance.json"
         self.metrics_path = path / "metrics.jsonl"
         self.discarded_path = path / "metrics.discarded.jsonl"
+        self._metrics = MetricsFile(self.metrics_path, self.discarded_path)
         self.report_path = path / "report.html"
         self.checkpoints_path = path / "checkpoints"
 
     @classmethod
+    @contextmanager
     def create(
         cls, root: str | Path, name: str, *, config: StrictConfig, provenance: dict[str, Any]
-    ) -> Self:
-        """Make `root/name` and write its config and provenance.
+    ) -> Iterator[Self]:
+        """Claim `root/name`, write its config and provenance, and hold it while the block runs.
 
-        Raises: ValueError if the name is no plain folder name or the folder has content.
+        A block that fails before its first checkpoint leaves the name as free as it was.
+        Raises: ValueError if the name is no plain folder name or the folder has content; InUseError
+            if another process holds it; OSError if the disk refuses.
         """
         if not RUN_NAME.fullmatch(name):
             raise ValueError(
@@ -70,18 +75,27 @@ class RunDir:
                 "digits, '.', '_' and '-'."
             )
         run = cls(Path(root) / name)
-        if run._never_started():
-            # Killed before its first checkpoint: nothing in it was trained.
-            shutil.rmtree(run.path)
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-            raise ValueError(
-                f"{run.path} exists already and is not empty. Continue that run with "
-                f"`depthdial resume {run.path}`, or give the new run another name."
-            )
-        run.checkpoints_path.mkdir(parents=True, exist_ok=True)
-        run.write_config(config)
-        run.write_provenance(provenance)
-        return run
+        was_there = run.path.exists()
+        if was_there and not run.path.is_dir():
+            raise ValueError(f"{run.path} is no folder. Give the new run another name.")
+        try:
+            with run.held():
+                # Of a process that was killed before its first checkpoint: nothing was trained.
+                run._remove_unstarted()
+                run._check_free()
+                try:
+                    run.checkpoints_path.mkdir()
+                    run.write_config(config)
+                    run.write_provenance(provenance)
+                    yield run
+                except BaseException:
+                    run._remove_unstarted()
+                    raise
+        finally:
+            if not was_there:
+                # Only where nothing came into it.
+                with suppress(OSError):
+                    run.path.rmdir()
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -94,13 +108,25 @@ class RunDir:
             )
         return run
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other process from writing this run while the block runs.
+
+        Raises: InUseError naming the process that trains it.
+        """
+        with locked(self.path / LOCK_FILE, what=f"the run {self.path}"):
+            self._restore_replaced()
+            yield
+
     def write_config(self, config: StrictConfig) -> None:
         """Write config.json whole; also for a resume with changed settings."""
-        write_whole(self.config_path, config.to_json())
+        with self._saying_the_way_on(self.config_path):
+            write_whole(self.config_path, config.to_json())
 
     def write_provenance(self, provenance: dict[str, Any]) -> None:
         """Write provenance.json whole; again at the end, with training cost added."""
-        write_whole(self.provenance_path, _json_line(provenance, indent=2))
+        with self._saying_the_way_on(self.provenance_path):
+            write_whole(self.provenance_path, json_text(provenance, indent=2))
 
     def read_provenance(self) -> dict[str, Any]:
         """Contents of provenance.json. Raises ValueError naming the file if it is damaged."""
@@ -113,66 +139,18 @@ class RunDir:
             ) from error
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Append one JSON line and hand it to the operating system.
-
-        NaN and infinities become null, and the line gets a key `nonfinite` that says which
-        values they were. A line is written whole or not at all.
-
-        Raises: ValueError without an integer `step`; OSError if the disk refuses, with the
-            lines before intact.
-        """
-        if type(record.get("step")) is not int:
-            raise ValueError(
-                f"a metrics record needs an integer 'step', got {record.get('step')!r}."
-            )
-        line = _json_line(record).encode()
-        with self.metrics_path.open("ab", buffering=0) as file:
-            size_before = file.seek(0, os.SEEK_END)
-            try:
-                # A nearly full disk takes a part of the line and refuses at the next call.
-                while line:
-                    line = line[file.write(line) :]
-            except OSError as error:
-                file.truncate(size_before)
-                raise OSError(
-                    error.errno,
-                    f"could not append to {self.metrics_path}: {error}. The lines before are "
-                    "intact. Free disk space and resume the run.",
-                ) from error
+        """Append one JSON line; as `MetricsFile.append`."""
+        with self._saying_the_way_on(self.metrics_path):
+            self._metrics.append(record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All complete lines; an unfinished last line of a killed process is left out.
-
-        Raises: ValueError naming a damaged line before the last.
-        """
-        return [json.loads(line) for line in self._metrics_lines()]
+        """All complete lines; as `MetricsFile.read`."""
+        return self._metrics.read()
 
     def discard_metrics_after(self, step: int) -> int:
-        """Move lines with a later step to metrics.discarded.jsonl, before a resume at `step`.
-
-        Returns: number of lines moved; a warning says so if there are any.
-        """
-        lines = self._metrics_lines()
-        if step and not any(json.loads(line)["step"] == step for line in lines):
-            warnings.warn(
-                f"{self.metrics_path.name} does not reach step {step}, where the run goes on: "
-                "lines were lost, and its curves will have a gap.",
-                stacklevel=2,
-            )
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        dropped = [line for line in lines if json.loads(line)["step"] > step]
-        if self.metrics_path.exists() and self.metrics_path.stat().st_size:
-            if dropped:
-                with self.discarded_path.open("a", encoding="utf-8") as file:
-                    file.writelines(f"{line}\n" for line in dropped)
-            write_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
-        if dropped:
-            warnings.warn(
-                f"{len(dropped)} metrics lines after step {step} were moved to "
-                f"{self.discarded_path.name}; the resumed run writes these steps again.",
-                stacklevel=2,
-            )
-        return len(dropped)
+        """Move lines with a later step aside, before a resume at `step`; their number."""
+        with self._saying_the_way_on(self.metrics_path):
+            return self._metrics.discard_after(step)
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], *, keep: int) -> Checkpoint:
         """Save after `step` finished steps, whole or not at all; then keep the newest `keep`.
@@ -217,7 +195,6 @@ class RunDir:
         wrong and which one is used.
         Raises: FileNotFoundError if there is none, ValueError if none is intact.
         """
-        self._restore_replaced()
         problems = []
         for step, path in self._candidates():
             problem = self._problem_of(path, step=step)
@@ -236,38 +213,62 @@ class RunDir:
             "Start it again under another name, with a smaller train.checkpoint_every."
         )
 
-    def _never_started(self) -> bool:
-        """Whether this is a run of ours without a metrics line and without any checkpoint."""
-        known = {self.config_path, self.provenance_path, self.checkpoints_path}
-        if not self.config_path.is_file() or not set(self.path.iterdir()) <= known:
-            return False
-        return not any(CHECKPOINT_NAME.fullmatch(path.name) for _, path in self._candidates())
+    def _remove_unstarted(self) -> None:
+        """Remove a run that never came to a checkpoint, if nothing else is in its folder.
 
-    def _metrics_lines(self) -> list[str]:
-        """Complete lines of metrics.jsonl, each valid JSON with a step."""
-        if not self.metrics_path.exists():
-            return []
-        text = self.metrics_path.read_text(encoding="utf-8", errors="replace")
-        *complete, _unfinished = text.split("\n")
-        for number, line in enumerate(complete, start=1):
-            try:
-                json.loads(line)["step"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{self.metrics_path} line {number} is damaged ({error}); remove that line."
-                ) from error
-        return complete
+        Only for the process that holds the run: in its first save, it looks like this too.
+        """
+        names = {path.name for path in self.path.iterdir()} - {LOCK_FILE}
+        if self.checkpoints_path.name not in names:
+            return
+        written = (self.config_path, self.provenance_path)
+        written = (*written, *(path.with_name(f".{path.name}.tmp") for path in written))
+        saves = list(self.checkpoints_path.iterdir())
+        if names - {self.checkpoints_path.name} <= {path.name for path in written} and all(
+            UNFINISHED_NAME.fullmatch(path.name) for path in saves
+        ):
+            for path in saves:
+                shutil.rmtree(path)
+            for path in written:
+                path.unlink(missing_ok=True)
+            self.checkpoints_path.rmdir()
+
+    def _check_free(self) -> None:
+        """The folder is empty but for the lock. Raises: ValueError saying what to do."""
+        if not {path.name for path in self.path.iterdir()} - {LOCK_FILE}:
+            return
+        has_checkpoint = any(
+            not UNFINISHED_NAME.fullmatch(path.name) for _, path in self._candidates()
+        )
+        go_on = f"Continue that run with `depthdial resume {self.path}`, or give"
+        raise ValueError(
+            f"{self.path} exists already and is not empty. {go_on if has_checkpoint else 'Give'} "
+            "the new run another name."
+        )
+
+    @contextmanager
+    def _saying_the_way_on(self, path: Path) -> Iterator[None]:
+        """A disk that refuses leaves this file as it was; the error says so, and how to go on."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"could not write {path}: {error.strerror}; it is as it was, and {self._way_on()}",
+            ) from error
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Checkpoints and unfinished ones, newest first; a finished one before its namesake."""
+        """Checkpoints and unfinished ones, newest first; a finished one before its namesakes.
+
+        A process that reads changes nothing: one that stepped aside counts where it is.
+        """
         if not self.checkpoints_path.is_dir():
             return []
         found = []
         for path in self.checkpoints_path.iterdir():
-            finished = CHECKPOINT_NAME.fullmatch(path.name)
-            match = finished or UNFINISHED_NAME.fullmatch(path.name)
-            if match:
-                found.append((int(match[1]), finished is not None, path))
+            for rank, pattern in enumerate((UNFINISHED_NAME, REPLACED_NAME, CHECKPOINT_NAME)):
+                if match := pattern.fullmatch(path.name):
+                    found.append((int(match[1]), rank, path))
         return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
     def _problem_of(self, path: Path, *, step: int) -> str | None:
@@ -278,17 +279,21 @@ class RunDir:
 
     def _failure_text(self, step: int, error: Exception) -> str:
         """Message for a checkpoint that could not be written."""
-        self._restore_replaced()
-        intact = [
-            path.name
-            for candidate_step, path in self._candidates()
-            if self._problem_of(path, step=candidate_step) is None
-        ]
-        good = f"{intact[0]} is still good" if intact else "there is no earlier checkpoint"
         return (
             f"could not write checkpoint step_{step} in {self.checkpoints_path}: {error}. Its "
-            f"unfinished files were removed; {good}. Free disk space, then "
-            f"`depthdial resume {self.path}`."
+            f"unfinished files were removed; {self._way_on()}"
+        )
+
+    def _way_on(self) -> str:
+        """After a disk refused: what stands, and what to do when there is space again."""
+        self._restore_replaced()
+        for step, path in self._candidates():
+            if self._problem_of(path, step=step) is None:
+                good = f"{path.name} is still good"
+                return f"{good}. Free disk space, then `depthdial resume {self.path}`."
+        return (
+            "there is no earlier checkpoint, so nothing is kept. Free disk space, then start the "
+            "run again."
         )
 
     def _move_into_place(self, temporary: Path, *, step: int) -> None:
@@ -391,30 +396,3 @@ def problem_of(folder: Path, *, step: int) -> str | None:
         if hash_file(path) != digest:
             return f"the contents of '{name}' changed (SHA-256 differs)"
     return None
-
-
-def _json_line(values: dict[str, Any], *, indent: int | None = None) -> str:
-    """JSON text with a final newline that any parser accepts."""
-    nonfinite: dict[str, str] = {}
-    clean = _without_nonfinite(values, where="", found=nonfinite)
-    if nonfinite:
-        clean["nonfinite"] = nonfinite
-    return json.dumps(clean, allow_nan=False, indent=indent) + "\n"
-
-
-def _without_nonfinite(value: Any, *, where: str, found: dict[str, str]) -> Any:
-    """Copy with null for NaN and infinities, whose dotted keys are put in `found`."""
-    if isinstance(value, dict):
-        return {
-            key: _without_nonfinite(item, where=f"{where}.{key}".lstrip("."), found=found)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [
-            _without_nonfinite(item, where=f"{where}.{i}", found=found)
-            for i, item in enumerate(value)
-        ]
-    if isinstance(value, float) and not math.isfinite(value):
-        found[where] = str(value)
-        return None
-    return value

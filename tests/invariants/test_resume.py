@@ -59,7 +59,8 @@ def session_of(recipe: Recipe, root: Path, *, next_row: int) -> pretrain._Sessio
     switch = pretrain.depth_schedule(recipe).switch_step
     config = recipe.model.replace(modulation=None) if switch else recipe.model
     model = LoopedLM(config, seed=recipe.train.seed)
-    run = RunDir.create(root, recipe.name, config=recipe, provenance={})
+    with RunDir.create(root, recipe.name, config=recipe, provenance={}) as run:
+        pass
     data = open_data(recipe)
     progress = pretrain.Progress(data=data.train.fingerprint, next_row=next_row)
     optimizers = Optimizers(model, recipe.optim)

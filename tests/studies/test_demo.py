@@ -100,16 +100,20 @@ def test_runs_of_other_settings_are_refused_and_left_alone(tiny_demo, tmp_path):
 def test_a_run_that_never_came_to_a_checkpoint_is_started_again(tiny_demo, tmp_path):
     tiny_demo(2)
     recipe = demo.demo_recipe("tiny-pointer", tmp_path, quick=False)
-    RunDir.create(tmp_path, "tiny-pointer", config=recipe, provenance={})
-    demo._check_folder(demo.Job(recipe, RunDir(tmp_path / "tiny-pointer")))
-    assert not (tmp_path / "tiny-pointer").exists()
+    with RunDir.create(tmp_path, "tiny-pointer", config=recipe, provenance={}) as run:
+        pass
+    job = demo.Job(recipe, run)
+    demo._check_folder(job)
+    assert demo._start(job, tmp_path).wait() == 0
+    assert steps_written(run.path) == [1, 2]
 
 
 def test_the_table_of_all_runs_fits_80_columns(tmp_path):
     jobs = []
     for name in JOBS:
         recipe = demo.demo_recipe(name, tmp_path, quick=False)
-        run = RunDir.create(tmp_path, recipe.name, config=recipe, provenance={})
+        with RunDir.create(tmp_path, recipe.name, config=recipe, provenance={}) as run:
+            pass
         losses = {f"val/loss_k{k}": 2.5 for k in range(1, recipe.model.max_loops + 1)}
         run.append_metrics({"step": 1000, "train/tok_per_sec": 123_456.7, **losses})
         jobs.append(demo.Job(recipe, run))
@@ -143,7 +147,8 @@ def test_quick_demo_writes_a_report_of_both_sections_and_a_second_call_trains_no
 def test_a_failing_run_names_its_log(tiny_demo, tmp_path):
     tiny_demo(2)
     recipe = demo.demo_recipe("tiny-pointer", tmp_path, quick=False)
-    run = RunDir.create(tmp_path, "tiny-pointer", config=recipe, provenance={})
+    with RunDir.create(tmp_path, "tiny-pointer", config=recipe, provenance={}) as run:
+        pass
     (run.checkpoints_path / "step_1").mkdir()
     with pytest.raises(RuntimeError, match=r"tiny-pointer\.log ends"):
         run_demo(tmp_path, console=text_console())

@@ -6,8 +6,15 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from depthdial.config import LoopConfig
+from depthdial.training.run_dir import RunDir
 
 CONFIG = LoopConfig(update="residual")
+
+
+def new_run(root, name, **options):
+    """A run that nobody holds, as one whose process was killed."""
+    with RunDir.create(root, name, **({"config": CONFIG, "provenance": {}} | options)) as run:
+        return run
 
 
 def writer(value, *, num_values=200):

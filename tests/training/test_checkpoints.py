@@ -87,6 +87,10 @@ def test_replacement_cut_between_its_renames_keeps_the_old_checkpoint(run):
     run.save_checkpoint(5, writer(1), keep=2)
     (run.checkpoints_path / "step_5").rename(run.checkpoints_path / ".step_5.old")
     assert saved_value(run.latest_checkpoint()) == 1.0
+    # Whoever only reads must not move what another process is about to replace.
+    assert names_in(run.checkpoints_path) == [".step_5.old"]
+    with run.held():
+        assert names_in(run.checkpoints_path) == ["step_5"]
 
 
 @pytest.mark.parametrize("values", [{"step": -1, "keep": 1}, {"step": 1, "keep": 0}])

@@ -1,16 +1,18 @@
 """A full disk loses nothing that was there before."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from run_folders import CONFIG, names_in, saved_value, tree_bytes, writer
+from run_folders import CONFIG, names_in, new_run, saved_value, tree_bytes, writer
 
 from depthdial import disk
 from depthdial.config import LoopConfig
+from depthdial.training.run_dir import RunDir
 
 
 def no_space(*_arguments, **_options):
@@ -137,7 +139,7 @@ def test_real_file_size_limit_loses_nothing(run):
     by_library, by_python, metrics, num_records = done.stdout.splitlines()
     for line in (by_library, by_python):
         assert "could not write checkpoint step_20" in line and "step_10 is still good" in line
-    assert metrics.startswith("OSError") and "lines before are intact" in metrics
+    assert metrics.startswith("OSError") and "it is as it was, and step_10 is still good" in metrics
     assert names_in(run.checkpoints_path) == ["step_10"]
     assert run.latest_checkpoint().step == 10
     assert [r["step"] for r in run.read_metrics()] == list(range(10, 11 + int(num_records)))
@@ -151,3 +153,72 @@ def test_full_disk_while_writing_the_config_keeps_the_old_one(run, monkeypatch):
     monkeypatch.undo()
     assert LoopConfig.from_file(run.config_path) == CONFIG
     assert ".config.json.tmp" not in names_in(run.path)
+
+
+def full_from(call, monkeypatch):
+    """Refuse to sync from the n-th call on; returns the calls."""
+    calls, fsync = [], os.fsync
+
+    def refuse(descriptor):
+        calls.append(descriptor)
+        if len(calls) >= call:
+            no_space()
+        fsync(descriptor)
+
+    monkeypatch.setattr(disk.os, "fsync", refuse)
+    return calls
+
+
+def test_f24_a_full_disk_at_any_write_of_a_new_run_leaves_a_free_name_or_a_good_checkpoint(
+    tmp_path, monkeypatch
+):
+    """The folder was accepted by neither train nor resume, or the advice was to resume nothing."""
+    ends = []
+    for call in itertools.count(1):
+        path = tmp_path / f"x{call}"
+        with monkeypatch.context() as patch:
+            full_from(call, patch)
+            try:
+                with RunDir.create(tmp_path, path.name, config=CONFIG, provenance={}) as run:
+                    run.save_checkpoint(0, writer(0), keep=2)
+                    run.write_provenance({"n": 1})
+                break
+            except OSError as error:
+                text = str(error)
+        assert "could not write" in text and "No space left on device" in text
+        if path.exists():
+            assert f"step_0 is still good. Free disk space, then `depthdial resume {path}`" in text
+            assert RunDir.open(path).latest_checkpoint().step == 0
+        else:
+            assert "nothing is kept. Free disk space, then start the run again" in text
+            new_run(tmp_path, path.name)
+        ends.append("kept" if "still good" in text else "free")
+    # Config, provenance and a checkpoint of several files, before anything is kept.
+    assert ends.index("kept") > 8 and "free" not in ends[ends.index("kept") :]
+
+
+def test_f24_interrupting_the_first_save_leaves_a_free_name(tmp_path):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with RunDir.create(tmp_path, "x", config=CONFIG, provenance={}) as run:
+            run.save_checkpoint(0, interrupted, keep=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_f21_a_full_disk_names_the_file_what_was_kept_and_the_way_on(run, monkeypatch):
+    run.save_checkpoint(10, writer(1), keep=1)
+    for step in (9, 10, 11):
+        run.append_metrics({"step": step})
+    before = tree_bytes(run.path)
+    monkeypatch.setattr(disk.os, "fsync", no_space)
+    message = r"could not write .*{}: No space left on device; it is as it was, and step_10 is"
+    with pytest.raises(OSError, match=message.format(r"provenance\.json")):
+        run.write_provenance({"n": 2})
+    with pytest.raises(OSError, match=message.format(r"metrics\.jsonl")):
+        with pytest.warns(UserWarning, match="1 metrics lines"):
+            run.discard_metrics_after(10)
+    monkeypatch.undo()
+    after = tree_bytes(run.path)
+    assert after.pop("metrics.discarded.jsonl") == b'{"step": 11}\n' and after == before

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from depthdial.config import (
     TrainConfig,
 )
 from depthdial.data.text import prepare
+from depthdial.disk import InUseError
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import flops_per_token
 from depthdial.training.pretrain import resume, train
@@ -308,16 +310,50 @@ def test_a_damaged_provenance_is_named_before_anything_is_trained(tmp_path):
     assert RunDir.open(stopped.path).latest_checkpoint().step == 3
 
 
-def test_a_full_disk_before_the_first_checkpoint_leaves_the_name_free(tmp_path, monkeypatch):
-    from depthdial.training import pretrain
+@pytest.mark.parametrize("file", ["config.json", "provenance.json", "optimizer.safetensors"])
+def test_f24_a_full_disk_before_the_first_checkpoint_leaves_the_name_free(
+    tmp_path, monkeypatch, file
+):
+    """The advice was to resume a folder that was gone, or that had no config.json."""
+    with monkeypatch.context() as patch, pytest.raises(OSError) as caught:
+        replace = os.replace
 
-    def full(tensors, path):
-        raise OSError(28, "No space left on device")
+        def full(source, target, **kwargs):
+            if Path(target).name == file:
+                raise OSError(28, "No space left on device")
+            return replace(source, target, **kwargs)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(pretrain, "write_tensors", full)
+        patch.setattr(os, "replace", full)
         train(pointer_recipe(), root=tmp_path)
+    assert "No space left on device" in str(caught.value)
+    assert "nothing is kept. Free disk space, then start the run again" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
     assert train(pointer_recipe(), root=tmp_path).status == "finished"
+
+
+def test_f21_a_run_that_is_trained_is_neither_trained_nor_resumed_by_a_second_process(tmp_path):
+    """Both once trained, and left two final losses in one folder."""
+    refused = []
+
+    class Second(Recorder):
+        def record(self, record) -> None:
+            super().record(record)
+            path = tmp_path / "run"
+            for start in (lambda: train(pointer_recipe(), root=tmp_path), lambda: resume(path)):
+                with pytest.raises(InUseError, match="the run .*run is in use by this process"):
+                    start()
+                refused.append(record["step"])
+
+    train(pointer_recipe(**{"train.checkpoint_every": 100}), root=tmp_path, observer=Second())
+    assert refused
+    records = RunDir.open(tmp_path / "run").read_metrics()
+    assert [r["step"] for r in records if "train/loss" in r] == list(range(1, 7))
+    refused.clear()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_6")
+    with pytest.warns(UserWarning, match="were moved"):
+        resume(tmp_path / "link", observer=Second())
+    assert refused
 
 
 def test_a_run_killed_before_its_first_checkpoint_does_not_block_its_name(tmp_path):
