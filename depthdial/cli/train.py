@@ -76,7 +76,7 @@ def run_train(options: Options) -> int:
 def resume_parser() -> jsonargparse.ArgumentParser:
     """Flags of `resume`."""
     # Brings torch, which the command needs anyway.
-    from depthdial.training.pretrain import RESUME_KEYS
+    from depthdial.training.session import RESUME_KEYS
 
     parser = new_parser(
         "resume",

@@ -16,7 +16,7 @@ from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import count_parameters
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.training.pretrain import STATE_FILE
+from depthdial.training.init_model import STATE_FILE
 from depthdial.training.provenance import collect_provenance
 from depthdial.training.run_dir import RunDir
 from depthdial.training.sources import (

@@ -7,29 +7,19 @@ A step index is 0-based; metrics and checkpoints count finished steps.
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from depthdial.config import ModulationConfig, Recipe
 from depthdial.data.packing import DataState, iterate_batches
-from depthdial.data.tokenizer import Tokenizer
-from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
 from depthdial.model.device import check_device
-from depthdial.model.folder import copy_companions
-from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.cost import step_flops
 from depthdial.training.depth_schedule import DepthSchedule
 from depthdial.training.init_model import (
-    OPTIMIZER_FILE,
-    STATE_FILE,
-    check_facts,
-    check_recipe_patterns,
     first_model,
     folder_facts,
-    in_own_memory,
 )
 from depthdial.training.optim import Optimizers, lr_scale_at
 from depthdial.training.parallel import compile_blocks
@@ -37,7 +27,8 @@ from depthdial.training.patterns import freeze_parameters
 from depthdial.training.progress import SilentObserver, TrainObserver
 from depthdial.training.provenance import collect_provenance
 from depthdial.training.run_dir import RunDir
-from depthdial.training.sources import TrainData, open_data
+from depthdial.training.session import Progress, Session, save_checkpoint, taken_up
+from depthdial.training.sources import open_data
 from depthdial.training.step import (
     LossModule,
     StepPlan,
@@ -48,45 +39,10 @@ from depthdial.training.step import (
     train_step,
 )
 from depthdial.training.stop_signals import stop_signals
-from depthdial.training.teacher import Teacher, open_teacher, teacher_folder
+from depthdial.training.teacher import open_teacher, teacher_folder
 from depthdial.training.trackers import Tracker, make_tracker
 
-# What a resumed run may change; everything else decides weights, data or draws of past steps.
-RESUME_KEYS = (
-    "optim.lr",
-    "optim.adamw_lr",
-    "optim.lr_by_pattern",
-    "optim.betas",
-    "optim.eps",
-    "optim.momentum",
-    "optim.weight_decay",
-    "optim.warmup_frac",
-    "optim.decay_frac",
-    "optim.min_lr_frac",
-    "optim.grad_clip",
-    "train.micro_batch_size",
-    "train.precision",
-    "train.compile",
-    "train.device",
-    "train.val_every",
-    "train.val_rows",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.tracker",
-)
 Status = Literal["finished", "interrupted", "terminated"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: finished steps, data and position in it, and what it has cost so far."""
-
-    data: str = ""
-    step: int = 0
-    next_row: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,29 +55,6 @@ class TrainResult:
     path: Path
     status: Status
     step: int
-
-
-@dataclass
-class _Session:
-    """The live parts of one run.
-
-    teacher: None without distillation. companions: folder whose tokenizer and other files every
-    checkpoint takes over; None for a run from new weights, which writes its own. trained_loops:
-    loop counts that training has run, here and before.
-    """
-
-    recipe: Recipe
-    run: RunDir
-    data: TrainData
-    model: LoopedLM
-    optimizers: Optimizers
-    progress: Progress
-    teacher: Teacher | None = None
-    companions: Path | None = None
-    trained_loops: set[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.trained_loops = set(self.model.config.trained_at)
 
 
 def train(
@@ -143,7 +76,7 @@ def train(
         provenance["teacher"] = folder_facts(source)
     teacher = open_teacher(recipe, data.tokenizer)
     with RunDir.create(root, recipe.name, config=recipe, provenance=provenance) as run:
-        session = _Session(
+        session = Session(
             recipe,
             run,
             data,
@@ -175,56 +108,8 @@ def resume(
     """
     run = RunDir.open(path)
     with run.held():
-        session = _taken_up(run, overrides or {})
+        session = taken_up(run, overrides or {})
         return _run(session, observer or SilentObserver())
-
-
-def _taken_up(run: RunDir, overrides: dict[str, Any]) -> _Session:
-    """The session of a run's newest intact checkpoint, with the run's files brought back to it."""
-    recipe = Recipe.from_file(run.config_path)
-    checkpoint = run.latest_checkpoint()
-    recipe = _changed(recipe, overrides)
-    if overrides and checkpoint.step >= recipe.train.steps:
-        raise ValueError(
-            f"the run {run.path} has finished its {recipe.train.steps} steps, so "
-            f"'{next(iter(overrides))}' would change nothing. Start a new run from its model with "
-            "train.init."
-        )
-    check_recipe_patterns(recipe)
-    check_device(recipe.train.device)
-    provenance = run.read_provenance()
-    init = recipe.train.init
-    tokenizer = None if init is None else Tokenizer.from_dir(checkpoint.path)
-    data = open_data(recipe, tokenizer=tokenizer)
-    if (source := teacher_folder(recipe)) is not None:
-        check_facts(source, provenance["teacher"], role="the teacher")
-    teacher = open_teacher(recipe, data.tokenizer)
-    model = in_own_memory(load_model(checkpoint.path, device=recipe.train.device))
-    freeze_parameters(model, recipe.optim.freeze)
-    optimizers = Optimizers(model, recipe.optim)
-    optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
-    progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
-    if progress.data != data.train.fingerprint:
-        raise ValueError(
-            f"the training data of {run.path} are not what they were: the run read "
-            f"{progress.data[:16]}..., {data.folder} now holds {data.train.fingerprint[:16]}.... "
-            "Prepare the same data again, or start a new run."
-        )
-    # Only once everything has opened: a refused resume leaves the run as it was.
-    run.write_config(recipe)
-    run.discard_metrics_after(checkpoint.step)
-    companions = None if init is None else checkpoint.path
-    return _Session(recipe, run, data, model, optimizers, progress, teacher, companions)
-
-
-def _changed(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
-    refused = [key for key in overrides if key not in RESUME_KEYS]
-    if refused:
-        raise ValueError(
-            f"'{refused[0]}' cannot change when a run is resumed: the steps so far used another "
-            f"value. Allowed: {', '.join(RESUME_KEYS)}. Start a new run for anything else."
-        )
-    return recipe.replace(**overrides)
 
 
 def depth_schedule(recipe: Recipe) -> DepthSchedule:
@@ -237,7 +122,7 @@ def depth_schedule(recipe: Recipe) -> DepthSchedule:
     )
 
 
-def _run(session: _Session, observer: TrainObserver) -> TrainResult:
+def _run(session: Session, observer: TrainObserver) -> TrainResult:
     recipe, run, optimizers = session.recipe, session.run, session.optimizers
     settings = recipe.train
     schedule = depth_schedule(recipe)
@@ -299,34 +184,12 @@ def _run(session: _Session, observer: TrainObserver) -> TrainResult:
     return TrainResult(run.path, status, session.progress.step)
 
 
-def save_checkpoint(session: _Session) -> None:
-    """Model directory with its tokenizer, optimizer state and position, whole or not at all."""
-
-    def write(folder: Path) -> None:
-        save_model(session.model, folder, trained_loops=session.trained_loops)
-        if session.companions is None:
-            session.data.tokenizer.save(folder)
-        else:
-            copy_companions(session.companions, folder)
-        tensors = session.optimizers.state_tensors()
-        write_tensors({name: t.cpu() for name, t in tensors.items()}, folder / OPTIMIZER_FILE)
-        state = json.dumps(asdict(session.progress), indent=2) + "\n"
-        (folder / STATE_FILE).write_text(state, encoding="utf-8")
-
-    saved = session.run.save_checkpoint(
-        session.progress.step, write, keep=session.recipe.train.keep_checkpoints
-    )
-    if session.companions is not None:
-        # The folder that the run started from may go away; this one stays until the next.
-        session.companions = saved.path
-
-
-def _needs_graft(session: _Session) -> bool:
+def _needs_graft(session: Session) -> bool:
     wanted = session.recipe.model.modulation is not None
     return wanted and session.model.config.modulation is None
 
 
-def _graft(session: _Session, observer: TrainObserver) -> None:
+def _graft(session: Session, observer: TrainObserver) -> None:
     """Attach the modulation at the switch; weights, moments and schedule stay."""
     recipe = session.recipe
     assert isinstance(recipe.model.modulation, ModulationConfig), "checked before the first step"
@@ -339,7 +202,7 @@ def _graft(session: _Session, observer: TrainObserver) -> None:
     )
 
 
-def _advance(session: _Session, plan: StepPlan, position: DataState, seconds: float) -> Progress:
+def _advance(session: Session, plan: StepPlan, position: DataState, seconds: float) -> Progress:
     """Count one finished step and its cost."""
     recipe, before = session.recipe, session.progress
     tokens = recipe.train.batch_size * recipe.data.context
@@ -362,7 +225,7 @@ def _advance(session: _Session, plan: StepPlan, position: DataState, seconds: fl
 
 
 def _train_record(
-    session: _Session, result: StepResult, plan: StepPlan, seconds: float
+    session: Session, result: StepResult, plan: StepPlan, seconds: float
 ) -> dict[str, Any]:
     """One line of metrics.jsonl for a step."""
     tokens = session.recipe.train.batch_size * session.recipe.data.context
@@ -383,7 +246,7 @@ def _train_record(
     }
 
 
-def _validate(session: _Session, loss_module: LossModule) -> dict[str, Any]:
+def _validate(session: Session, loss_module: LossModule) -> dict[str, Any]:
     """Loss at every loop count on the same rows."""
     recipe = session.recipe
     batch = session.data.valid.rows(0, recipe.train.val_rows)

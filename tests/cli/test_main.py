@@ -377,7 +377,7 @@ class TestTrainAndResume:
         ]
 
     def test_resume_offers_the_keys_that_may_change_and_no_others(self, cli: Command) -> None:
-        from depthdial.training.pretrain import RESUME_KEYS
+        from depthdial.training.session import RESUME_KEYS
 
         out = cli("resume", "--help").out
         offered = {key.name for key in recipe_keys() if f"--{key.name} VALUE" in out}

@@ -21,6 +21,7 @@ from depthdial.training import pretrain
 from depthdial.training.losses import count_targets, step_loss_share
 from depthdial.training.optim import Optimizers
 from depthdial.training.run_dir import RunDir
+from depthdial.training.session import Progress, Session
 from depthdial.training.sources import open_data
 from depthdial.training.step import LossModule, RowPlan, take_rows, train_step
 
@@ -54,7 +55,7 @@ def recipe(name: str, cache_dir: Path, **changes) -> Recipe:
     return base.replace(**changes) if changes else base
 
 
-def session_of(recipe: Recipe, root: Path, *, next_row: int) -> pretrain._Session:
+def session_of(recipe: Recipe, root: Path, *, next_row: int) -> Session:
     """A fresh run whose data position is not the start."""
     switch = pretrain.depth_schedule(recipe).switch_step
     config = recipe.model.replace(modulation=None) if switch else recipe.model
@@ -62,9 +63,9 @@ def session_of(recipe: Recipe, root: Path, *, next_row: int) -> pretrain._Sessio
     with RunDir.create(root, recipe.name, config=recipe, provenance={}) as run:
         pass
     data = open_data(recipe)
-    progress = pretrain.Progress(data=data.train.fingerprint, next_row=next_row)
+    progress = Progress(data=data.train.fingerprint, next_row=next_row)
     optimizers = Optimizers(model, recipe.optim)
-    return pretrain._Session(recipe, run, data, model, optimizers, progress)
+    return Session(recipe, run, data, model, optimizers, progress)
 
 
 class StopAfter:

@@ -171,9 +171,9 @@ def test_resume_uses_the_previous_checkpoint_when_the_newest_is_cut_short(tmp_pa
 
 
 def test_full_disk_while_saving_keeps_the_earlier_checkpoint(tmp_path, monkeypatch):
-    from depthdial.training import pretrain
+    from depthdial.training import session
 
-    real, calls = pretrain.write_tensors, []
+    real, calls = session.write_tensors, []
 
     def fails_the_third_time(tensors, path):
         calls.append(path)
@@ -181,10 +181,10 @@ def test_full_disk_while_saving_keeps_the_earlier_checkpoint(tmp_path, monkeypat
             raise OSError(28, "No space left on device")
         real(tensors, path)
 
-    monkeypatch.setattr(pretrain, "write_tensors", fails_the_third_time)
+    monkeypatch.setattr(session, "write_tensors", fails_the_third_time)
     with pytest.raises(OSError, match="step_2 is still good"):
         train(pointer_recipe(), root=tmp_path)
-    monkeypatch.setattr(pretrain, "write_tensors", real)
+    monkeypatch.setattr(session, "write_tensors", real)
     assert resume(tmp_path / "run").status == "finished"
 
 
