@@ -16,10 +16,10 @@ from torch import Tensor
 
 from depthdial.cache.slots import Lookup
 from depthdial.config import (
-    ATTENTION_LETTERS,
     PUBLISHED_POLICY,
     ModelConfig,
     check_cache_policy,
+    count_slots,
     policy_obstacle,
 )
 
@@ -125,11 +125,9 @@ def cache_rule(policy: str, config: ModelConfig) -> CacheRule:
     assert parts is not None, f"'{policy}' was checked"
     if parts["by_loops"] is not None:
         return _by_loops(policy, parts["by_loops"], int(parts["count"]))
-    return _by_layers(policy, parts["by_layers"], num_layers=_core_attention_layers(config))
-
-
-def _core_attention_layers(config: ModelConfig) -> int:
-    return sum(letter in ATTENTION_LETTERS for letter in config.core_layout)
+    return _by_layers(
+        policy, parts["by_layers"], num_layers=count_slots(config.core_layout, "keys")
+    )
 
 
 def _by_loops(policy: str, kind: str, count: int) -> CacheRule:

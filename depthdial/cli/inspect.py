@@ -22,7 +22,7 @@ from depthdial.cli.tables import (
     size,
     table,
 )
-from depthdial.config import ATTENTION_LETTERS, ModelConfig, shortest_pattern
+from depthdial.config import ModelConfig, count_slots, shortest_pattern
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -183,14 +183,9 @@ def _partition_table(config: ModelConfig) -> Table:
     from depthdial.model.count.parameters import count_parameters
 
     counts = count_parameters(config)
-    layouts = {
-        "prelude": config.prelude_layout,
-        "core": config.core_layout,
-        "coda": config.coda_layout,
-    }
     rows = []
     for name, count in vars(counts).items():
-        layout = layouts.get(name, "")
+        layout = config.layouts.get(name, "")
         if not count and not layout:
             continue
         blocks = f"{len(layout) / 2:g}" if layout else ""
@@ -235,7 +230,7 @@ def _cache_parts(config: ModelConfig, loops: Sequence[int]) -> list[Table]:
         )
         named += names if len(names) > FEW_POLICIES else []
     rows = [[f"{k}", *(size(key[idx]) for key, _ in columns)] for idx, k in enumerate(loops)]
-    layers = sum(letter in ATTENTION_LETTERS for letter in config.sublayers)
+    layers = count_slots(config.sublayers, "keys")
     title = f"Cached keys and values per token in bf16, {layers} attention layers"
     if len(columns) == 1:
         return [facts(title, [(f"k = {row[0]}", f"{row[1]} under every policy") for row in rows])]

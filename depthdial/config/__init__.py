@@ -7,6 +7,16 @@ Derived numbers (parameters, FLOPs, cache bytes) are functions in `model/count/c
 """
 
 from depthdial.config.base import StrictConfig, nearest_name, set_dotted, shortest_pattern
+from depthdial.config.letters import (
+    LETTERS,
+    AttentionKeys,
+    LayerFacts,
+    Reach,
+    SlotKind,
+    count_slots,
+    is_read,
+    slot_kinds,
+)
 from depthdial.config.model import (
     CachePolicy,
     InjectionName,
@@ -21,14 +31,8 @@ from depthdial.config.model import (
     UpdateName,
 )
 from depthdial.config.model_checks import (
-    ATTENTION,
-    ATTENTION_LETTERS,
     CACHE_POLICIES,
-    FEED_FORWARD,
     PUBLISHED_POLICY,
-    SLIDING,
-    SUBLAYER_LETTERS,
-    VALUE_GATE_CHANNELS,
     check_cache_policy,
     policy_obstacle,
 )
@@ -45,19 +49,16 @@ from depthdial.config.recipe import (
 )
 
 __all__ = [
-    "ATTENTION",
-    "ATTENTION_LETTERS",
     "CACHE_POLICIES",
-    "FEED_FORWARD",
+    "LETTERS",
     "PUBLISHED_POLICY",
-    "SLIDING",
-    "SUBLAYER_LETTERS",
-    "VALUE_GATE_CHANNELS",
+    "AttentionKeys",
     "CachePolicy",
     "DataConfig",
     "DepthConfig",
     "DistillConfig",
     "InjectionName",
+    "LayerFacts",
     "LoopConfig",
     "ModelConfig",
     "ModulationConfig",
@@ -65,9 +66,11 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "Recipe",
+    "Reach",
     "RopeScaling",
     "SamplerName",
     "SlidingConfig",
+    "SlotKind",
     "StrictConfig",
     "TimeModulationConfig",
     "TrainConfig",
@@ -75,8 +78,11 @@ __all__ = [
     "UpdateName",
     "LoopLoraConfig",
     "check_cache_policy",
+    "count_slots",
+    "is_read",
     "nearest_name",
     "policy_obstacle",
     "set_dotted",
     "shortest_pattern",
+    "slot_kinds",
 ]

@@ -354,6 +354,15 @@ class ModelConfig(StrictConfig):
         return self.layout * (sum(self.split) // len(self.layout))
 
     @property
+    def layouts(self) -> dict[str, str]:
+        """Letters of prelude, core and coda, bottom to top."""
+        return {
+            "prelude": self.prelude_layout,
+            "core": self.core_layout,
+            "coda": self.coda_layout,
+        }
+
+    @property
     def prelude_layout(self) -> str:
         """Letters of the prelude."""
         return self.sublayers[: self.split[0]]

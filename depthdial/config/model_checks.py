@@ -10,17 +10,7 @@ import difflib
 import re
 from typing import Any
 
-ATTENTION = "A"
-SLIDING = "S"
-FEED_FORWARD = "F"
-SUBLAYER_LETTERS = {
-    ATTENTION: "grouped-query attention",
-    SLIDING: "grouped-query attention over a sliding window",
-    FEED_FORWARD: "feed-forward MLP",
-}
-ATTENTION_LETTERS = frozenset({ATTENTION, SLIDING})
-VALUE_GATE_CHANNELS = 32
-"""Input channels that the gate of a value embedding reads, at most."""
+from depthdial.config.letters import LETTERS, check_letters, is_read
 
 CACHE_POLICIES = (
     "per_loop",
@@ -106,11 +96,7 @@ def check_loop(loop: Any) -> None:
 
 def check_sublayers(config: Any) -> None:
     """Known letters, and a split that they fill."""
-    unknown = sorted(set(config.layout) - set(SUBLAYER_LETTERS))
-    if unknown:
-        raise ValueError(
-            f"layout '{config.layout}' has unknown letters {unknown}; known: {SUBLAYER_LETTERS}."
-        )
+    check_letters(config)
     total, period = sum(config.split), len(config.layout)
     if total % period:
         raise ValueError(
@@ -118,8 +104,6 @@ def check_sublayers(config: Any) -> None:
             f"'{config.layout}' has {period}. Choose a split whose sum is a multiple of "
             f"{period}, or change `layout`."
         )
-    if (SLIDING in config.layout) != (config.sliding is not None):
-        raise ValueError("the layout letter S goes with `sliding`, and needs it.")
 
 
 def check_segments(config: Any) -> None:
@@ -152,10 +136,11 @@ def check_attention(config: Any) -> None:
         raise ValueError(
             f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}."
         )
-    fractions = {"rotary_frac": config.rotary_frac}
-    if config.sliding is not None:
-        fractions["sliding.rotary_frac"] = config.sliding.rotary_frac
-    for name, fraction in fractions.items():
+    for letter in config.layout:
+        facts = LETTERS[letter]
+        if facts.attention is None:
+            continue
+        name, fraction = facts.attention.rotary_frac, facts.reach(config).rotary_frac
         rotating = round(config.head_dim * fraction)
         if rotating % 2 or rotating < 2:
             raise ValueError(
@@ -177,12 +162,13 @@ def check_attention(config: Any) -> None:
                 )
     if config.qk_norm == "none" and config.qk_norm_eps is not None:
         raise ValueError(f"qk_norm_eps={config.qk_norm_eps} has no effect with qk_norm='none'.")
-    num_attention = sum(letter in ATTENTION_LETTERS for letter in config.sublayers)
-    beyond = [i for i in config.value_embeddings if i >= num_attention]
-    if beyond or len(set(config.value_embeddings)) != len(config.value_embeddings):
+    keyed = [LETTERS[x] for x in config.sublayers if LETTERS[x].slot == "keys"]
+    able = [i for i, facts in enumerate(keyed) if "value_embeddings" in facts.reads]
+    given = config.value_embeddings
+    if not set(given) <= set(able) or len(set(given)) != len(given):
         raise ValueError(
-            f"value_embeddings={list(config.value_embeddings)} must name attention layers 0 to "
-            f"{num_attention - 1}, each once."
+            f"value_embeddings={list(given)} must name attention layers, counted from 0 at the "
+            f"bottom, each once; those of this layout are {able}."
         )
 
 
@@ -211,7 +197,7 @@ def check_model_options(config: Any) -> None:
             f"loop.gate_bypass='{config.loop.gate_bypass}' has no effect with update='replace': "
             "there is no gate. Set it to 'never'."
         )
-    if config.core_d_ff is not None and FEED_FORWARD not in config.core_layout:
+    if config.core_d_ff is not None and not is_read(config.core_layout, "core_d_ff"):
         raise ValueError(
             f"core_d_ff={config.core_d_ff} has no effect: the core '{config.core_layout}' has no "
             "feed-forward sublayer."

@@ -13,13 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from depthdial.config import (
-    ATTENTION_LETTERS,
-    FEED_FORWARD,
-    LoopConfig,
-    ModelConfig,
-    shortest_pattern,
-)
+from depthdial.config import LETTERS, LoopConfig, ModelConfig, shortest_pattern
 from depthdial.formats.families.decoder_layers import sublayer_name
 from depthdial.formats.families.family import loop_traces
 
@@ -117,7 +111,7 @@ class Plan:
 def block_places(config: ModelConfig) -> list[range]:
     """Physical sublayers of each block, counted from the bottom."""
     letters = config.sublayers
-    starts = [i for i, letter in enumerate(letters) if letter in ATTENTION_LETTERS and i]
+    starts = [i for i, letter in enumerate(letters) if LETTERS[letter].mixes_tokens and i]
     bounds = [0, *starts, len(letters)]
     return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
@@ -211,7 +205,7 @@ def _width(blocks: Sequence[Block]) -> int | None:
         sublayer["mixer.down_proj.weight"].shape[1]
         for block in blocks
         for letter, sublayer in zip(block.layout, block.sublayers, strict=True)
-        if letter == FEED_FORWARD
+        if "core_d_ff" in LETTERS[letter].reads
     }
     if len(widths) > 1:
         raise ValueError(
@@ -227,6 +221,6 @@ def _value_embeddings(blocks: Sequence[Block]) -> list[int]:
         sublayer
         for block in blocks
         for letter, sublayer in zip(block.layout, block.sublayers, strict=True)
-        if letter in ATTENTION_LETTERS
+        if LETTERS[letter].slot == "keys"
     ]
     return [idx for idx, sublayer in enumerate(attention) if VALUE_EMBEDDING in sublayer]

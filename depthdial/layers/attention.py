@@ -6,12 +6,16 @@ C channels per head, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from depthdial.config import VALUE_GATE_CHANNELS
+from depthdial.config import LETTERS, ModelConfig
+from depthdial.layers.layer_type import LayerType, Place, Shapes
+from depthdial.layers.normalised import NormalisedAttention
 from depthdial.layers.primitives import (
     Deltas,
     RMSNorm,
@@ -22,23 +26,10 @@ from depthdial.layers.primitives import (
     sigmoid_gate,
     wide_dtype,
 )
-from depthdial.layers.state import AttentionMask, KVSlot
+from depthdial.layers.state import AttentionView, KVSlot
 
-
-class AttentionView(NamedTuple):
-    """What one kind of attention layer knows of this call's tokens.
-
-    Fields:
-        mask: who may attend to whom, this layer's window included.
-        rotary: None where nothing rotates.
-        local_mask: of a slot's own keys where it also shares the first loop's; else None.
-        tokens_BT: ids, for value embeddings.
-    """
-
-    mask: AttentionMask
-    rotary: RotaryTable | None
-    local_mask: AttentionMask | None
-    tokens_BT: Tensor
+VALUE_GATE_CHANNELS = 32
+"""Input channels that the gate of a value embedding reads, at most."""
 
 
 class HeadGains(NamedTuple):
@@ -189,3 +180,99 @@ class Attention(nn.Module):
         own = slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=view.local_mask, scale=self.scale)
         first = slot.shared.attend(q_BTHC, mask=view.mask, scale=self.scale)
         return torch.lerp(own, first, self.mix_gate(q_BTHC))
+
+
+def _has_value_embedding(config: ModelConfig, place: Place) -> bool:
+    return place.num_below in config.value_embeddings
+
+
+def _mixes_loops(config: ModelConfig, place: Place) -> bool:
+    return place.is_core and config.loop.local_window is not None
+
+
+def _build(config: ModelConfig, place: Place) -> nn.Module:
+    heads = {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "interleaved": config.rotary_pairs == "interleaved",
+    }
+    if config.ngpt is not None:
+        gate_init = config.ngpt.gate_scale_init or math.sqrt(config.d_model)
+        return NormalisedAttention(
+            config.d_model,
+            **heads,
+            scale_std=config.ngpt.scale_std,
+            gate_scale_init=gate_init if config.output_gate else None,
+        )
+    return Attention(
+        config.d_model,
+        **heads,
+        qk_norm=config.qk_norm,
+        qk_norm_eps=config.qk_norm_eps or config.norm_eps,
+        bias=config.attention_bias,
+        has_output_gate=config.output_gate,
+        value_vocab=config.vocab_size if _has_value_embedding(config, place) else None,
+        mixes_loops=_mixes_loops(config, place),
+    )
+
+
+def _linear_shapes(config: ModelConfig, place: Place) -> Shapes:
+    d_model = config.d_model
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {
+        "q_proj": (d_model, query),
+        "k_proj": (d_model, key),
+        "v_proj": (d_model, key),
+        "o_proj": (query, d_model),
+    }
+    return {**shapes, "g_proj": (d_model, query)} if config.output_gate else shapes
+
+
+def _other_parameters(config: ModelConfig, place: Place) -> int:
+    """Biases, scales, head norms, a value embedding, and the gate between loops."""
+    shapes = _linear_shapes(config, place)
+    biased = config.attention_bias.removeprefix("none")
+    total = sum(shapes[f"{projection}_proj"][1] for projection in biased)
+    if config.qk_norm == "rms":
+        total += 2 * config.head_dim
+    if config.ngpt is not None:
+        total += shapes["q_proj"][1] * (2 if config.output_gate else 1)
+    if _mixes_loops(config, place):
+        total += config.num_heads * (config.head_dim + 1)
+    if _has_value_embedding(config, place):
+        total += config.vocab_size * shapes["v_proj"][1]
+        total += min(VALUE_GATE_CHANNELS, config.d_model) * config.num_kv_heads
+    return total
+
+
+def _initial_values(
+    name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator
+) -> float | None:
+    """Gates start at a half; the scales of a normalised layer so that they act as 1."""
+    if name.startswith(("mix_gate.", "value_gate.")):
+        return 0.0
+    if config.ngpt is not None and name in ("q_scale", "gate_scale"):
+        return config.ngpt.scale_std
+    return None
+
+
+ATTENTION = LayerType(
+    facts=LETTERS["A"],
+    build=_build,
+    linear_shapes=_linear_shapes,
+    other_parameters=_other_parameters,
+    spared_maps=frozenset({"k_proj", "v_proj"}),
+    output_maps=frozenset({"o_proj"}),
+    # A product with a key, and one with a value, of every query head.
+    flops_per_key=lambda config: 4 * config.num_heads * config.head_dim,
+    initial_values=_initial_values,
+    # Decay would pull a gate to a function that nobody chose: one half of each side.
+    groups={
+        "value_embedding.weight": "decayed",
+        "value_gate.weight": "undecayed",
+        "mix_gate.weight": "undecayed",
+    },
+)
+SLIDING_ATTENTION = replace(ATTENTION, facts=LETTERS["S"])
+"""Its window and rotation are those of its `AttentionView`."""

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthdial.layers.attention import AttentionView
 from depthdial.layers.primitives import Deltas, project, rotate, sigmoid_gate
-from depthdial.layers.state import KVSlot
+from depthdial.layers.state import AttentionView, KVSlot
 
 UNIT_EPS = 1e-6
 """Added to the sum of squares."""

@@ -1,7 +1,7 @@
-"""Norms, linear maps with a low-rank delta, rotary positions, feed-forward MLPs.
+"""Norms, linear maps with a low-rank delta, rotary positions.
 
 Nothing here knows what a loop, a cache or a document is.
-Letters: B batch, T query tokens, D model width, H heads, C channels per head, F hidden width,
+Letters: B batch, T query tokens, D model width, H heads, C channels per head,
 I inputs, O outputs, R low rank.
 """
 
@@ -151,53 +151,3 @@ def rotate(x_BTHC: Tensor, table: RotaryTable, *, interleaved: bool = False) -> 
         return torch.cat([pairs.flatten(-2), rest], dim=-1)
     first, second, rest = x_BTHC.split([half, half, x_BTHC.shape[-1] - 2 * half], dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
-        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
-        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
-
-    def forward(self, x_BTD: Tensor, *, deltas: Deltas | None = None) -> Tensor:
-        deltas = deltas or {}
-        gate_BTF = project(self.gate_proj, x_BTD, deltas.get("gate_proj"))
-        up_BTF = project(self.up_proj, x_BTD, deltas.get("up_proj"))
-        return project(self.down_proj, F.silu(gate_BTF) * up_BTF, deltas.get("down_proj"))
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """relu(x)^2 (arXiv 2109.08668)."""
-    return F.relu(x).square()
-
-
-def half_relu_squared(x: Tensor) -> Tensor:
-    """relu(x)^2 / 2."""
-    return 0.5 * F.relu(x).square()
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "relu_squared": relu_squared,
-    "half_relu_squared": half_relu_squared,
-}
-
-
-class PlainMLP(nn.Module):
-    """down(act(up(x))), with an activation of `ACTIVATIONS`."""
-
-    def __init__(self, d_model: int, d_ff: int, *, activation: str, bias: bool = False) -> None:
-        super().__init__()
-        self.activation = activation
-        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
-        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
-
-    def forward(self, x_BTD: Tensor, *, deltas: Deltas | None = None) -> Tensor:
-        deltas = deltas or {}
-        hidden_BTF = ACTIVATIONS[self.activation](
-            project(self.up_proj, x_BTD, deltas.get("up_proj"))
-        )
-        return project(self.down_proj, hidden_BTF, deltas.get("down_proj"))

@@ -10,11 +10,13 @@ C channels per head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from depthdial.layers.primitives import RotaryTable
 
 AttentionImpl = Literal["explicit", "sdpa"]
 
@@ -54,6 +56,48 @@ class AttentionMask:
         blocked = _blocked(self.bias_BTS.dtype)
         bias_BTS = self.bias_BTS.masked_fill(missing_BS[:, None, None, :], blocked)
         return AttentionMask(bias_BTS, self.has_key_BT, self.impl)
+
+
+class AttentionView(NamedTuple):
+    """What one kind of attention layer knows of this call's tokens.
+
+    Fields:
+        mask: who may attend to whom, this layer's window included.
+        rotary: None where nothing rotates.
+        local_mask: of a slot's own keys where it also shares the first loop's; else None.
+        tokens_BT: ids, for value embeddings.
+    """
+
+    mask: AttentionMask
+    rotary: RotaryTable | None
+    local_mask: AttentionMask | None
+    tokens_BT: Tensor
+
+    def narrow(self, rows: Tensor | slice) -> AttentionView:
+        """Keep some rows of the batch."""
+        rotary = self.rotary
+        if rotary is not None:
+            rotary = RotaryTable(*(narrow_rows(table, rows) for table in rotary))
+        local_mask = None if self.local_mask is None else self.local_mask.narrow(rows)
+        return AttentionView(self.mask.narrow(rows), rotary, local_mask, self.tokens_BT[rows])
+
+
+class TokenView(NamedTuple):
+    """What a layer without attention knows of this call's tokens.
+
+    Fields:
+        real_BT: False at padding, which must change neither a state nor a sum over tokens; None
+            where every token is real.
+        starts_BT: True at the first token of each document, before which a state is empty again;
+            None where the rows hold one document, that of earlier calls on a cache.
+    """
+
+    real_BT: Tensor | None
+    starts_BT: Tensor | None
+
+    def narrow(self, rows: Tensor | slice) -> TokenView:
+        """Keep some rows of the batch."""
+        return TokenView(narrow_rows(self.real_BT, rows), narrow_rows(self.starts_BT, rows))
 
 
 def narrow_rows(tensor: Tensor | None, rows: Tensor | slice) -> Tensor | None:

@@ -7,23 +7,25 @@ Letters: B batch, T query tokens, S source tokens, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops, check_num_loops
 from depthdial.cache.state import Block, CacheCall
-from depthdial.config import SLIDING, ModelConfig, TimeModulationConfig
-from depthdial.layers.attention import AttentionView
+from depthdial.config import LETTERS, ModelConfig, Reach, SlotKind, TimeModulationConfig
 from depthdial.layers.primitives import RotaryTable, rotary_table
 from depthdial.layers.state import (
     AttentionImpl,
     AttentionMask,
+    AttentionView,
     KVSlot,
+    TokenView,
     UncachedSlot,
     causal_mask,
     choose_attention,
@@ -143,56 +145,49 @@ class ForwardContext:
     Fields:
         tokens_BT: ids.
         positions_BT: restarting at 0 in each document unless given.
-        full: view of layers without a window: mask, rotation, and the local mask of models that
-            mix loops.
-        sliding: view of layers with a sliding window; None where the model has none.
+        views: what the layers of a letter know of the call: an `AttentionView` of those with
+            attention, a `TokenView` of others that have a slot.
         dtype: of matrix products; the state itself keeps its own.
     """
 
     tokens_BT: Tensor
     positions_BT: Tensor
-    full: AttentionView
-    sliding: AttentionView | None
+    views: dict[str, AttentionView | TokenView]
     dtype: torch.dtype
-
-    def view(self, letter: str) -> AttentionView:
-        """The view of an attention layer of this layout letter."""
-        if letter != SLIDING:
-            return self.full
-        assert self.sliding is not None, "a model with sliding layers has their view"
-        return self.sliding
 
     def narrow(self, rows: Tensor | slice) -> ForwardContext:
         """Keep some rows of the batch."""
-        positions_BT, tokens_BT = narrow_rows(self.positions_BT, rows), self.tokens_BT[rows]
+        positions_BT = narrow_rows(self.positions_BT, rows)
         assert positions_BT is not None
         return replace(
             self,
-            tokens_BT=tokens_BT,
+            tokens_BT=self.tokens_BT[rows],
             positions_BT=positions_BT,
-            full=_narrow_view(self.full, rows, tokens_BT),
-            sliding=None if self.sliding is None else _narrow_view(self.sliding, rows, tokens_BT),
+            views={letter: view.narrow(rows) for letter, view in self.views.items()},
         )
 
 
 class SlotBinding:
     """The slots of one call: the cache's, or storeless ones without a cache.
 
-    Args: num_slots: token mixers in each block.
+    Args: slot_kinds: the slots of each block, bottom to top.
     """
 
     def __init__(
-        self, cache: LoopCache | None, cache_call: CacheCall | None, num_slots: dict[Block, int]
+        self,
+        cache: LoopCache | None,
+        cache_call: CacheCall | None,
+        slot_kinds: Mapping[Block, tuple[SlotKind, ...]],
     ) -> None:
         self.cache = cache
         self.cache_call = cache_call
-        self.num_slots = num_slots
+        self.slot_kinds = slot_kinds
 
     def slots(
         self, block: Block, *, loop_idx: int = 0, rows: Tensor | None = None
     ) -> tuple[KVSlot, ...]:
-        """One slot per token mixer of the block."""
-        count = self.num_slots[block]
+        """One slot per layer of the block that has one."""
+        count = len(self.slot_kinds[block])
         if self.cache is None or self.cache_call is None:
             return (UncachedSlot(),) * count
         return self.cache.slots(block, count, loop_idx=loop_idx, rows=rows, call=self.cache_call)
@@ -200,7 +195,7 @@ class SlotBinding:
     def stash_slots(self) -> tuple[KVSlot, ...]:
         """Slots of the pass after the last loop that writes what persists."""
         assert self.cache is not None and self.cache_call is not None, "only a cache stashes"
-        return self.cache.stash_slots(self.num_slots["core"], call=self.cache_call)
+        return self.cache.stash_slots(len(self.slot_kinds["core"]), call=self.cache_call)
 
 
 class Begun(NamedTuple):
@@ -211,16 +206,6 @@ class Begun(NamedTuple):
     initial_state_BTD: Tensor
     ctx: ForwardContext
     binding: SlotBinding
-
-
-def _narrow_view(view: AttentionView, rows: Tensor | slice, tokens_BT: Tensor) -> AttentionView:
-    rotary = view.rotary
-    if rotary is not None:
-        cos, sin = narrow_rows(rotary.cos, rows), narrow_rows(rotary.sin, rows)
-        assert cos is not None and sin is not None
-        rotary = RotaryTable(cos, sin)
-    local_mask = None if view.local_mask is None else view.local_mask.narrow(rows)
-    return AttentionView(view.mask.narrow(rows), rotary, local_mask, tokens_BT)
 
 
 def compute_dtype(device: torch.device, weight_dtype: torch.dtype) -> torch.dtype:
@@ -288,53 +273,74 @@ def build_context(
         # A token's position is the number of earlier tokens it may attend to: it counts from the
         # first real token of its own document, whatever stands before it in the buffer.
         positions_BT = (reach.allowed_BTS.sum(dim=-1) - 1).clamp(min=0)
-    return _context(tokens_BT, positions_BT, config, reach=reach), cache_call
+    token_view = TokenView(real_BT, _document_starts(real_BT, document_ids_BT, cache_call))
+    views = _views(tokens_BT, positions_BT, config, reach=reach, token_view=token_view)
+    return ForwardContext(tokens_BT, positions_BT, views, reach.dtype), cache_call
 
 
-def _context(
-    tokens_BT: Tensor, positions_BT: Tensor, config: ModelConfig, *, reach: _Reach
-) -> ForwardContext:
-    local_window, sliding = config.loop.local_window, config.sliding
-    full = AttentionView(
-        mask=reach.mask(None),
-        rotary=_rotary(
-            positions_BT,
-            config,
-            frac=config.rotary_frac,
-            theta=config.rope_theta,
-            dtype=reach.dtype,
-        ),
-        local_mask=None if local_window is None else reach.mask(local_window),
-        tokens_BT=tokens_BT,
-    )
-    sliding_view = None
-    if sliding is not None:
-        rotary = _rotary(
-            positions_BT,
-            config,
-            frac=sliding.rotary_frac,
-            theta=sliding.rope_theta,
-            dtype=reach.dtype,
-        )
-        local_mask = None
-        if local_window is not None:
-            local_mask = reach.mask(min(local_window, sliding.window))
-        sliding_view = AttentionView(reach.mask(sliding.window), rotary, local_mask, tokens_BT)
-    return ForwardContext(tokens_BT, positions_BT, full, sliding_view, reach.dtype)
+def _views(
+    tokens_BT: Tensor,
+    positions_BT: Tensor,
+    config: ModelConfig,
+    *,
+    reach: _Reach,
+    token_view: TokenView,
+) -> dict[str, AttentionView | TokenView]:
+    """One view per letter whose layers have a slot; letters of equal reach share theirs."""
+    local_window = config.loop.local_window
+    made: dict[Reach | None, AttentionView | TokenView] = {None: token_view}
+    views = {}
+    for letter in sorted(set(config.layout)):
+        if LETTERS[letter].slot == "none":
+            continue
+        own = LETTERS[letter].reach(config)
+        if own is not None and own not in made:
+            local_mask = None
+            if local_window is not None:
+                local_mask = reach.mask(min(local_window, own.window or local_window))
+            made[own] = AttentionView(
+                mask=reach.mask(own.window),
+                rotary=_rotary(positions_BT, config, own, dtype=reach.dtype),
+                local_mask=local_mask,
+                tokens_BT=tokens_BT,
+            )
+        views[letter] = made[own]
+    return views
 
 
 def _rotary(
-    positions_BT: Tensor, config: ModelConfig, *, frac: float, theta: float, dtype: torch.dtype
+    positions_BT: Tensor, config: ModelConfig, reach: Reach, *, dtype: torch.dtype
 ) -> RotaryTable | None:
     if config.positions != "rotary":
         return None
     return rotary_table(
         positions_BT,
-        rotary_dim=round(config.head_dim * frac),
-        theta=theta,
+        rotary_dim=round(config.head_dim * reach.rotary_frac),
+        theta=reach.rope_theta,
         dtype=dtype,
         scaling=config.rope_scaling,
     )
+
+
+def _document_starts(
+    real_BT: Tensor | None, document_ids_BT: Tensor | None, cache_call: CacheCall | None
+) -> Tensor | None:
+    """True at real tokens whose document is another than that of the real token before them."""
+    if document_ids_BT is None:
+        return None
+    if cache_call is not None:
+        assert cache_call.source_document_ids_BS is not None, "documents are stored with tokens"
+        index_BT, ids_BS = cache_call.place.index_BT, cache_call.source_document_ids_BS
+        before_BT, is_real_BT = index_BT - 1, cache_call.real_BT
+    else:
+        ids_BS, is_real_BT = document_ids_BT, real_BT
+        if is_real_BT is None:
+            is_real_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+        order_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+        newest_BT = torch.where(is_real_BT, order_T, -1).cummax(dim=1).values
+        before_BT = F.pad(newest_BT[:, :-1], (1, 0), value=-1)
+    ids_before_BT = ids_BS.gather(1, before_BT.clamp(min=0))
+    return is_real_BT & ((before_BT < 0) | (ids_before_BT != document_ids_BT))
 
 
 def _reach_in_call(

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import nn
 
-from depthdial.config import ATTENTION_LETTERS, ModelConfig
+from depthdial.config import ModelConfig
 from depthdial.config.model import OLD_LOOP_LORA
+from depthdial.model.sublayer import Placed, placed_layers, split_mixer_name
 
 DIAGONAL_DECAY = math.sqrt(0.2)
 """Decay per loop of a diagonal injection at the start (arXiv 2604.12946)."""
@@ -25,7 +26,7 @@ def init_weights(model: nn.Module, config: ModelConfig, *, seed: int, prefix: st
 
     | parameter                          | value                                             |
     | embeddings, head, input matrices   | N(0, init_std)                                    |
-    | o_proj, down_proj                  | N(0, init_std / sqrt(physical sublayers))         |
+    | output maps of the mixers          | N(0, init_std / sqrt(physical sublayers))         |
     | norm gains                         | 1                                                 |
     | biases                             | 0                                                 |
     | gate W, b; gamma                   | 0; loop.gamma_init: beta = 0.5 ln 2 at 0 (ELR 3.1) |
@@ -33,20 +34,38 @@ def init_weights(model: nn.Module, config: ModelConfig, *, seed: int, prefix: st
     | decay gate                         | up 0, log_decay 0, bias for alpha = 0.95          |
     | diagonal injection                 | input = I, decay sqrt(0.2); state projection = I  |
     | scales of norm='ngpt'              | scale_std, so that they act as 1                  |
-    | mix gate, value gate, exit bias    | 0                                                 |
+    | of mixers                          | as their `LayerType.initial_values` says first    |
     | modulation MLP                     | N(0, 1 / fan-in), biases 0                        |
     | modulation heads                   | 0; low-rank B N(0, 1 / D), A N(0, 1 / R)          |
     | loop_lora                          | up 0, down N(0, 1 / inputs); norms as the sublayer's |
 
     Keying by name gives models that differ in one part the same values everywhere else.
     """
+    placed = placed_layers(config)
     for name, parameter in model.named_parameters(prefix=prefix):
         if parameter.device.type != "meta":
-            _init_parameter(parameter, name, config, seed=seed)
+            _init_parameter(parameter, name, config, seed=seed, placed=placed)
 
 
 @torch.no_grad()
-def _init_parameter(parameter: nn.Parameter, name: str, config: ModelConfig, *, seed: int) -> None:
+def _init_parameter(
+    parameter: nn.Parameter,
+    name: str,
+    config: ModelConfig,
+    *,
+    seed: int,
+    placed: Placed,
+) -> None:
+    generator, std = _generator(name, seed=seed), config.init_std
+    of_mixer = split_mixer_name(name, placed)
+    if of_mixer is not None:
+        (layer, *_), inner = of_mixer
+        own = layer.initial_values(inner, parameter.shape, config, generator)
+        if own is not None:
+            parameter.copy_(torch.as_tensor(own))
+            return
+        if inner.rpartition(".")[0] in layer.output_maps:
+            std = std / math.sqrt(sum(config.split))
     constant = _constant(parameter, name, config)
     if constant is not None:
         parameter.fill_(constant)
@@ -55,18 +74,19 @@ def _init_parameter(parameter: nn.Parameter, name: str, config: ModelConfig, *, 
     if name in ("injection.input.weight", "state_projection.weight"):
         nn.init.eye_(parameter)
         return
-    std = config.init_std
     if parts[0] in ("modulation", "loop_lora"):
         std = parameter.shape[-1] ** -0.5
-    elif parts[-2] in ("o_proj", "down_proj"):
-        std = config.init_std / math.sqrt(sum(config.split))
+    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std
+    parameter.copy_(values)
+
+
+def _generator(name: str, *, seed: int) -> torch.Generator:
+    """The generator of one parameter."""
     # Hashed, because torch's CPU generator reads only 32 bits of a seed.
     # The seed of a tensor is its name in format_version 1, so that new models keep their values.
     seed_name = name.replace("loop_lora.", f"{OLD_LOOP_LORA}.")
     digest = hashlib.sha256(f"{seed}:{seed_name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4]))
-    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * std
-    parameter.copy_(values)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4]))
 
 
 def _constant(parameter: nn.Parameter, name: str, config: ModelConfig) -> float | None:
@@ -79,15 +99,13 @@ def _constant(parameter: nn.Parameter, name: str, config: ModelConfig) -> float 
         return 0.0 if last == "up" else 1.0 if last.endswith("norm") else None
     if owner == "modulation" and ("heads" in parts or parts[1] in ("entry", "exit")):
         return 0.0
-    if "mix_gate" in parts or "value_gate" in parts or last == "bias":
+    if last == "bias":
         return 0.0
     if name == "injection.step_bias":
         return _inverse_softplus(-math.log(DIAGONAL_DECAY))
     if name == "injection.log_decay":
         return 0.0
-    if config.ngpt is not None and (last == "alpha" or last in ("q_scale", "logit_scale")):
-        return config.ngpt.scale_std
-    if config.ngpt is not None and last == "gate_scale" and _is_attention(parts, config):
+    if config.ngpt is not None and last in ("alpha", "logit_scale"):
         return config.ngpt.scale_std
     return 1.0 if parameter.ndim == 1 else None
 
@@ -105,15 +123,6 @@ def _update_constant(parts: list[str], config: ModelConfig) -> float | None:
         "log_decay": 0.0,
         "down": None,
     }[parts[1]]
-
-
-def _is_attention(parts: list[str], config: ModelConfig) -> bool:
-    layouts = {
-        "prelude_stack": config.prelude_layout,
-        "core_stack": config.core_layout,
-        "coda_stack": config.coda_layout,
-    }
-    return layouts[parts[0]][int(parts[1])] in ATTENTION_LETTERS
 
 
 def _inverse_softplus(value: float) -> float:

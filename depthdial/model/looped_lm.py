@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_map
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import ActiveRows, NumLoops
-from depthdial.cache.state import Block
-from depthdial.config import ModelConfig, ModulationConfig
+from depthdial.config import ModelConfig, ModulationConfig, slot_kinds
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, wide_dtype
 from depthdial.layers.state import GivenKV, KVSlot, ReadOnlySlot, RecordingSlot, UncachedSlot
@@ -44,7 +43,6 @@ from depthdial.model.sublayer import (
     SublayerModulation,
     build_stack,
     core_segments,
-    num_slots,
 )
 from depthdial.model.update import Injection, StateUpdate, anchor, enter, initial_state
 
@@ -97,28 +95,20 @@ class LoopedLM(nn.Module):
         super().__init__()
         self.config = config
         d_model, vocab_size = config.d_model, config.vocab_size
-        self.num_slots: dict[Block, int] = {
-            "prelude": num_slots(config.prelude_layout),
-            "core": num_slots(config.core_layout),
-            "coda": num_slots(config.coda_layout),
-        }
+        self.slot_kinds = {block: slot_kinds(layout) for block, layout in config.layouts.items()}
         self.segments = core_segments(config)
-        below_core = self.num_slots["prelude"]
-        below_coda = below_core + self.num_slots["core"]
         self.embedding = nn.Embedding(vocab_size, d_model)
         is_learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.max_context, d_model) if is_learned else None
-        self.prelude_stack = build_stack(config.prelude_layout, config)
+        self.prelude_stack = build_stack(config, "prelude")
         self.prelude_norm = RMSNorm(d_model, config.norm_eps) if config.prelude_norm else None
-        self.core_stack = build_stack(
-            config.core_layout, config, is_core=True, first_attention=below_core
-        )
+        self.core_stack = build_stack(config, "core")
         # A tuple, so that what the segments share with the core is registered once.
         self.segment_stacks = tuple(
             self.core_stack[segment.sublayers] if len(self.segments) > 1 else None
             for segment in self.segments
         )
-        self.coda_stack = build_stack(config.coda_layout, config, first_attention=below_coda)
+        self.coda_stack = build_stack(config, "coda")
         self.injection = Injection(d_model, config.loop)
         self.state_update = StateUpdate(d_model, config.loop)
         projects = config.loop.state_projection
@@ -194,7 +184,7 @@ class LoopedLM(nn.Module):
         weight = self.embedding.weight
         dtype = compute_dtype(weight.device, weight.dtype)
         ctx, cache_call = build_context(call, self.config, dtype=dtype)
-        binding = SlotBinding(call.cache, cache_call, self.num_slots)
+        binding = SlotBinding(call.cache, cache_call, self.slot_kinds)
         longest = call.tokens_BT.shape[1]
         if cache_call is not None:
             longest = cache_call.place.num_source_tokens
@@ -259,7 +249,7 @@ class LoopedLM(nn.Module):
                     state_BTD,
                     h_in_BTD,
                     mod=mod,
-                    slots=slots[segment.mixers],
+                    slots=slots[segment.slots],
                     carry=carry,
                     ctx=ctx,
                     part=part,

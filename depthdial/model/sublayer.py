@@ -7,7 +7,8 @@ Letters: B batch, T query tokens, D model width, R low rank.
 
 from __future__ import annotations
 
-import math
+import re
+from collections import Counter
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,15 +16,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthdial.config import ATTENTION_LETTERS, ModelConfig
-from depthdial.layers.attention import Attention, HeadGains
-from depthdial.layers.normalised import NormalisedAttention, NormalisedSwiGLU, unit_length
-from depthdial.layers.primitives import Deltas, PlainMLP, RMSNorm, SwiGLU
+from depthdial.cache.state import Block
+from depthdial.config import LETTERS, ModelConfig, SlotKind
+from depthdial.layers.attention import ATTENTION, SLIDING_ATTENTION, HeadGains
+from depthdial.layers.feed_forward import FEED_FORWARD
+from depthdial.layers.layer_type import LayerType, Place, PlacedLayer
+from depthdial.layers.normalised import unit_length
+from depthdial.layers.primitives import Deltas, RMSNorm
 from depthdial.layers.state import KVSlot
 from depthdial.model.call import ForwardContext
 
-# Letters whose mixer moves information between tokens and so needs a slot.
-TOKEN_MIXERS = ATTENTION_LETTERS
+LAYERS: dict[str, LayerType] = {
+    "A": ATTENTION,
+    "S": SLIDING_ATTENTION,
+    "F": FEED_FORWARD,
+}
+"""Letter of a layout -> its type of layer; the one table of them. See `register_layer`."""
+
+
+def register_layer(letter: str, layer: LayerType) -> None:
+    """Add a layer from outside the package; from then on a layout may name its letter.
+
+    The process that opens a model of such a layer must have registered it before.
+    Raises: ValueError for a letter that is taken, or no single letter.
+    """
+    if len(letter) != 1 or not letter.isalpha() or not letter.isascii():
+        raise ValueError(f"letter '{letter}' must be one letter from a to z or A to Z.")
+    if letter in LAYERS:
+        raise ValueError(
+            f"letter '{letter}' is taken: {LAYERS[letter].facts.summary}. Choose another one."
+        )
+    LAYERS[letter] = layer
+    LETTERS[letter] = layer.facts
+
+
+Placed = dict[str, tuple[PlacedLayer, ...]]
+"""Block -> its layers, bottom to top."""
+
+
+def placed_layers(config: ModelConfig) -> Placed:
+    """All layers of a model."""
+    below: Counter[SlotKind] = Counter()
+    placed = {}
+    for block, layout in config.layouts.items():
+        layers = []
+        for letter in layout:
+            kind = LETTERS[letter].slot
+            place = Place(is_core=block == "core", num_below=below[kind])
+            layers.append(PlacedLayer(LAYERS[letter], place, config))
+            below[kind] += 1
+        placed[block] = tuple(layers)
+    return placed
+
+
+MIXER_PARAMETER = re.compile(r"(prelude|core|coda)_stack\.(\d+)\.mixer\.(.+)")
+
+
+def split_mixer_name(name: str, placed: Placed) -> tuple[PlacedLayer, str] | None:
+    """The layer of a parameter and its name below the mixer; None for one outside the mixers."""
+    match = MIXER_PARAMETER.fullmatch(name)
+    if match is None:
+        return None
+    block, number, inner = match.groups()
+    return placed[block][int(number)], inner
 
 
 class SublayerModulation(NamedTuple):
@@ -57,7 +112,7 @@ class Sublayer(nn.Module):
 
     Args:
         norm, mixer: modules.
-        letter: of the layout; a token mixer is called with a slot and its view of the call.
+        letter: of the layout; tells which slot and view of the call the mixer is given, if any.
         post_norm: a second norm, or None; norms_sum: it acts on the sum x + branch, and else on
             the branch.
     """
@@ -76,7 +131,7 @@ class Sublayer(nn.Module):
         self.mixer = mixer
         self.post_norm = post_norm
         self.letter = letter
-        self.takes_slot = letter in TOKEN_MIXERS
+        self.takes_slot = LETTERS[letter].slot != "none"
         self.norms_sum = norms_sum
 
     def forward(
@@ -119,7 +174,7 @@ class NormalisedSublayer(nn.Module):
         self.alpha = nn.Parameter(torch.ones(d_model))
         self.alpha_factor = alpha_factor
         self.letter = letter
-        self.takes_slot = letter in TOKEN_MIXERS
+        self.takes_slot = LETTERS[letter].slot != "none"
 
     def forward(
         self,
@@ -146,15 +201,15 @@ def mix(
     slot: KVSlot | None,
     ctx: ForwardContext | None,
 ) -> Tensor:
-    """The mixer's output, with the slot and view that a token mixer needs."""
+    """The mixer's output; mixers with a slot get it and their view of the call."""
     # Not every mixer takes them, so they are passed only where there are some.
     extra: dict[str, Any] = {} if mod.deltas is None else {"deltas": mod.deltas}
     if mod.head_gains is not None:
         extra["head_gains"] = mod.head_gains
     if not sublayer.takes_slot:
         return sublayer.mixer(u_BTD, **extra)
-    assert slot is not None and ctx is not None, "a token mixer needs a slot and a context"
-    return sublayer.mixer(u_BTD, slot=slot, view=ctx.view(sublayer.letter), **extra)
+    assert slot is not None and ctx is not None, "a mixer with a slot is given it and a context"
+    return sublayer.mixer(u_BTD, slot=slot, view=ctx.views[sublayer.letter], **extra)
 
 
 def low_rank_path(x_tilde_BTD: Tensor, mod: SublayerModulation) -> Tensor:
@@ -176,7 +231,7 @@ class Stack(nn.ModuleList):
         slots: tuple[KVSlot, ...],
         ctx: ForwardContext,
     ) -> Tensor:
-        """Apply all sublayers. slots: one per token mixer."""
+        """Apply all sublayers. slots: one per mixer that has one."""
         next_slot = iter(slots)
         for i, sublayer in enumerate(self):
             x_BTD = sublayer(
@@ -188,54 +243,32 @@ class Stack(nn.ModuleList):
         return x_BTD
 
 
-def build_stack(
-    layout: str, config: ModelConfig, *, is_core: bool = False, first_attention: int = 0
-) -> Stack:
-    """One sublayer per letter of the layout.
-
-    Args:
-        is_core: the stack that loops; its MLPs may have another width, its attention may mix
-            loops.
-        first_attention: attention layers below this stack.
-    """
-    attention_idx, sublayers = first_attention, []
-    for letter in layout:
-        has_values = letter in TOKEN_MIXERS and attention_idx in config.value_embeddings
-        sublayers.append(_sublayer(letter, config, is_core=is_core, has_value_embedding=has_values))
-        attention_idx += letter in TOKEN_MIXERS
-    return Stack(sublayers)
-
-
-def num_slots(layout: str) -> int:
-    """Token mixers in a layout: the slots that one pass over it needs."""
-    return sum(letter in TOKEN_MIXERS for letter in layout)
+def build_stack(config: ModelConfig, block: Block) -> Stack:
+    """The sublayers of a block, one per letter of its layout."""
+    layers = zip(config.layouts[block], placed_layers(config)[block], strict=True)
+    return Stack(_sublayer(letter, placed) for letter, placed in layers)
 
 
 class Segment(NamedTuple):
-    """A run of the core that loops by itself: its sublayers, and its token mixers."""
+    """A run of the core that loops by itself: its sublayers, and their slots."""
 
     sublayers: slice
-    mixers: slice
+    slots: slice
 
 
 def core_segments(config: ModelConfig) -> tuple[Segment, ...]:
     """The segments of the core, bottom to top."""
     layout = config.core_layout
     bounds = [0, *accumulate(config.segments or (len(layout),))]
-    below = [0, *accumulate(letter in TOKEN_MIXERS for letter in layout)]
+    below = [0, *accumulate(LETTERS[letter].slot != "none" for letter in layout)]
     return tuple(
         Segment(slice(a, b), slice(below[a], below[b]))
         for a, b in zip(bounds, bounds[1:], strict=False)
     )
 
 
-def _sublayer(
-    letter: str, config: ModelConfig, *, is_core: bool, has_value_embedding: bool
-) -> Sublayer | NormalisedSublayer:
-    if letter in TOKEN_MIXERS:
-        mixer = _attention(config, is_core=is_core, has_value_embedding=has_value_embedding)
-    else:
-        mixer = _feed_forward(config, is_core=is_core)
+def _sublayer(letter: str, placed: PlacedLayer) -> Sublayer | NormalisedSublayer:
+    config, mixer = placed.config, placed.build()
     if config.ngpt is not None:
         factor = config.ngpt.alpha_init / config.ngpt.scale_std
         return NormalisedSublayer(mixer, config.d_model, letter=letter, alpha_factor=factor)
@@ -251,39 +284,3 @@ def _sublayer(
 
 def _norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(config.d_model, config.norm_eps, has_gain=config.norm_gain)
-
-
-def _attention(config: ModelConfig, *, is_core: bool, has_value_embedding: bool) -> nn.Module:
-    heads = {
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "interleaved": config.rotary_pairs == "interleaved",
-    }
-    if config.ngpt is not None:
-        gate_init = config.ngpt.gate_scale_init or math.sqrt(config.d_model)
-        return NormalisedAttention(
-            config.d_model,
-            **heads,
-            scale_std=config.ngpt.scale_std,
-            gate_scale_init=gate_init if config.output_gate else None,
-        )
-    return Attention(
-        config.d_model,
-        **heads,
-        qk_norm=config.qk_norm,
-        qk_norm_eps=config.qk_norm_eps or config.norm_eps,
-        bias=config.attention_bias,
-        has_output_gate=config.output_gate,
-        value_vocab=config.vocab_size if has_value_embedding else None,
-        mixes_loops=is_core and config.loop.local_window is not None,
-    )
-
-
-def _feed_forward(config: ModelConfig, *, is_core: bool) -> nn.Module:
-    d_ff = (config.core_d_ff if is_core else None) or config.d_ff
-    if config.ngpt is not None:
-        return NormalisedSwiGLU(config.d_model, d_ff)
-    if config.ff == "swiglu":
-        return SwiGLU(config.d_model, d_ff, bias=config.ff_bias)
-    return PlainMLP(config.d_model, d_ff, activation=config.ff, bias=config.ff_bias)

@@ -10,27 +10,24 @@ from __future__ import annotations
 import math
 import re
 from fractions import Fraction
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from depthdial.config import OptimConfig, nearest_name
+from depthdial.layers.layer_type import OptimizerGroup
+from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.sublayer import Placed, placed_layers, split_mixer_name
 from depthdial.training.patterns import lr_pattern
 
-GroupName = Literal["matrices", "decayed", "undecayed"]
-
 STACK = r"(prelude|core|coda)_stack\.\d+\."
-RULES: tuple[tuple[GroupName, re.Pattern[str], int | None], ...] = tuple(
+RULES: tuple[tuple[OptimizerGroup, re.Pattern[str], int | None], ...] = tuple(
     (group, re.compile(pattern), ndim)
     for group, pattern, ndim in (
         ("decayed", r"(embedding|position_embedding|lm_head)\.weight", 2),
-        ("decayed", STACK + r"mixer\.value_embedding\.weight", 2),
-        ("matrices", STACK + r"mixer\.(q|k|v|o|g|gate|up|down)_proj\.weight", 2),
-        # Gates and what decides how fast the state moves: decay would pull them to a function
-        # that nobody chose (a gate to one half, an injection to nothing).
-        ("undecayed", STACK + r"mixer\.(value_gate|mix_gate)\.weight", 2),
-        ("undecayed", STACK + r".+", 1),
+        ("undecayed", STACK + r"(norm|post_norm)\.weight|" + STACK + "alpha", 1),
+        # What decides how fast the state moves: decay would pull it to a function that nobody
+        # chose (a gate to one half, an injection to nothing).
         ("undecayed", r"(state_update|injection|exit_gate)\..+", None),
         ("undecayed", r"state_projection\.weight", 2),
         ("undecayed", r"(final_norm|prelude_norm)\.weight|logit_scale", 1),
@@ -38,11 +35,12 @@ RULES: tuple[tuple[GroupName, re.Pattern[str], int | None], ...] = tuple(
         ("undecayed", r"modulation\..*bias", None),
         ("decayed", r"modulation\..+", None),
         # Decay pulls a loop's difference to zero, that is, to the weights that all loops share.
-        ("decayed", r"loop_lora\.sublayers\.\d+\.\w+_proj\.(down|up)", 3),
+        ("decayed", r"loop_lora\.sublayers\.\d+\.\w+\.(down|up)", 3),
         ("undecayed", r"loop_lora\.sublayers\.\d+\.(post_|q_|k_)?norm", 2),
     )
 )
-"""(group, whole name, dimensions or None for any); the first rule that fits decides."""
+"""(group, whole name, dimensions or None for any) outside the mixers, whose parameters are grouped
+by their `LayerType`; the first rule that fits decides."""
 
 # State that torch keeps per parameter, and of which shape: "like" the parameter or a scalar.
 STATE_KEYS = {
@@ -51,39 +49,48 @@ STATE_KEYS = {
 }
 
 
-def parameter_group(name: str, parameter: Tensor) -> GroupName:
+def parameter_group(name: str, parameter: Tensor, placed: Placed) -> OptimizerGroup:
     """Group of one parameter.
 
-    matrices: projections of the blocks. decayed: embeddings, head, modulation matrices, low-rank
+    matrices: linear maps of the blocks. decayed: embeddings, head, modulation matrices, low-rank
     loop_lora. undecayed: norms, biases, gates, scales, state update, injection and
-    state projection (arXiv 2604.12946).
+    state projection (arXiv 2604.12946). A mixer's are as its `LayerType` says.
+
+    Args: placed: the layers of the model.
     Raises: ValueError for a name that no rule knows, so that a new module cannot fall into a
         group by accident.
     """
+    of_mixer = split_mixer_name(name, placed)
+    if of_mixer is not None:
+        layer, inner = of_mixer
+        group = layer.group_of(inner, parameter)
+        if group is not None:
+            return group
     for group, pattern, ndim in RULES:
         if pattern.fullmatch(name) and ndim in (None, parameter.ndim):
             return group
     raise ValueError(
         f"parameter '{name}' of shape {tuple(parameter.shape)} belongs to no optimizer group. "
-        "Add a rule for it to RULES."
+        "Add a rule for it to RULES, or to `LayerType.groups` of its layer."
     )
 
 
-def group_parameters(model: nn.Module) -> dict[GroupName, dict[str, nn.Parameter]]:
+def group_parameters(model: LoopedLM) -> dict[OptimizerGroup, dict[str, nn.Parameter]]:
     """Every trainable parameter object once, by identity, under its first name.
 
     Raises: ValueError if one parameter has two names of different groups.
     """
-    groups: dict[GroupName, dict[str, nn.Parameter]] = {
+    groups: dict[OptimizerGroup, dict[str, nn.Parameter]] = {
         "matrices": {},
         "decayed": {},
         "undecayed": {},
     }
-    seen: dict[int, tuple[str, GroupName]] = {}
+    placed = placed_layers(model.config)
+    seen: dict[int, tuple[str, OptimizerGroup]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
-        group = parameter_group(name, parameter)
+        group = parameter_group(name, parameter, placed)
         first_name, first_group = seen.setdefault(id(parameter), (name, group))
         if group != first_group:
             raise ValueError(
@@ -104,7 +111,7 @@ class Optimizers:
     begin with), so that a saved state is complete even if a parameter had no gradient yet.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    def __init__(self, model: LoopedLM, config: OptimConfig) -> None:
         self.config = config
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         self._groups: dict[str, dict] = {}
@@ -112,7 +119,7 @@ class Optimizers:
         self._lr_scale = 1.0
         self.add_module_parameters(model)
 
-    def add_module_parameters(self, model: nn.Module) -> tuple[str, ...]:
+    def add_module_parameters(self, model: LoopedLM) -> tuple[str, ...]:
         """Take in parameters that appeared in the model, e.g. by a graft.
 
         New ones start with zero moments and their own step 0, at the present learning rate;
@@ -227,7 +234,7 @@ class Optimizers:
         return parts
 
     def _extend_group(
-        self, group: GroupName, pattern: str | None, parameters: list[nn.Parameter]
+        self, group: OptimizerGroup, pattern: str | None, parameters: list[nn.Parameter]
     ) -> None:
         """Put parameters at the end of a group, making the group on first use."""
         rule = "muon" if group == "matrices" and self.config.optimizer == "muon" else "adamw"
@@ -245,7 +252,7 @@ class Optimizers:
             self._optimizers[rule].state[parameter] = _zero_state(rule, parameter)
 
     def _new_settings(
-        self, group: GroupName, pattern: str | None, parameters: list[nn.Parameter]
+        self, group: OptimizerGroup, pattern: str | None, parameters: list[nn.Parameter]
     ) -> dict:
         """Learning rate and decay of a group."""
         config = self.config

@@ -142,7 +142,7 @@ class SlowDecoder:
         self.is_prompt = True
         self.length = 0
         self.stored: dict[tuple[str, int], list[SlowToken]] = {
-            (block, i): [] for block, count in model.num_slots.items() for i in range(count)
+            (block, i): [] for block, kinds in model.slot_kinds.items() for i in range(len(kinds))
         }
 
     def __call__(self, tokens_1T: Tensor, *, num_loops: int) -> Tensor:
@@ -177,7 +177,7 @@ class SlowDecoder:
     def _slots(
         self, block: str, call, *, loop: int = 0, num_loops: int = 1, mode: str = "write"
     ) -> tuple[SlowSlot, ...]:
-        count = self.model.num_slots[block]
+        count = len(self.model.slot_kinds[block])
         policy = self.policy if block == "core" else "per_loop"
         slots = []
         for i in range(count):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from toys import MAX_LOOPS, VOCAB, toy_config, toy_tokens
 
 from depthdial.config import LoopConfig
-from depthdial.layers.primitives import RMSNorm, SwiGLU
+from depthdial.layers.feed_forward import SwiGLU
+from depthdial.layers.primitives import RMSNorm
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.sublayer import Sublayer, SublayerModulation
 from depthdial.model.update import (

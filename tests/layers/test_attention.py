@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from depthdial.layers.attention import Attention, AttentionView
+from depthdial.layers.attention import Attention
 from depthdial.layers.primitives import rms_normalise, rotary_table, rotate
-from depthdial.layers.state import UncachedSlot, causal_mask
+from depthdial.layers.state import AttentionView, UncachedSlot, causal_mask
 
 D, T = 10, 5
 EPS = 1e-6

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from depthdial.config import RopeScaling
+from depthdial.layers.feed_forward import PlainMLP, SwiGLU
 from depthdial.layers.primitives import (
-    PlainMLP,
     RMSNorm,
-    SwiGLU,
     rms_normalise,
     rotary_frequencies,
     rotary_table,

@@ -158,7 +158,7 @@ def test_initial_state_replaces_the_prelude_output_as_first_state():
 def test_the_prelude_output_as_initial_state_changes_nothing():
     model = model_of()
     ctx, _ = build_context(Call(tokens(), num_loops=1), model.config, dtype=torch.float32)
-    slots = SlotBinding(None, None, model.num_slots).slots("prelude")
+    slots = SlotBinding(None, None, model.slot_kinds).slots("prelude")
     h_in = model.prelude(model.embed(tokens()), slots=slots, ctx=ctx)
     given = model(tokens(), num_loops=3, initial_state_BTD=h_in)
     assert torch.equal(given, model(tokens(), num_loops=3))

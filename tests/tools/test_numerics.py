@@ -18,13 +18,13 @@ from pydantic import BaseModel
 from depthdial.cache.policies import Grouping, Kept, Missing, cache_rule
 from depthdial.config import (
     CACHE_POLICIES,
+    LETTERS,
     DepthConfig,
     ModelConfig,
     ObjectiveConfig,
     OptimConfig,
     SamplerName,
 )
-from depthdial.config.model_checks import SUBLAYER_LETTERS
 from depthdial.convert.methods import METHODS
 from depthdial.model.presets import preset_names
 from depthdial.model.stopping_rules import STOPPING_RULES
@@ -286,7 +286,7 @@ def test_every_value_of_every_model_field_is_in_a_tiny_model(models):
     configs = [ModelConfig.from_dict(models.tiny_values(name)) for name in models.tiny_names()]
     found = {pair for config in configs for pair in seen(config)}
     assert sorted(set(map(str, wanted(ModelConfig))) - set(map(str, found))) == [], ADD
-    assert set(SUBLAYER_LETTERS) <= {letter for config in configs for letter in config.sublayers}
+    assert set(LETTERS) <= {letter for config in configs for letter in config.sublayers}
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,14 @@
 import torch
 from torch import nn
 
-from depthdial.config import OptimConfig
+from depthdial.config import ModelConfig, OptimConfig
 from depthdial.training.optim import Optimizers
 
 D_MODEL, VOCAB, RANK = 8, 16, 4
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, d_model=D_MODEL, split=(2, 2, 2), num_heads=2, num_kv_heads=2, head_dim=4,
+    d_ff=D_MODEL, max_context=8,
+)  # fmt: skip
 MUON = OptimConfig(lr=1e-2, adamw_lr=3e-3, weight_decay=0.2)
 
 
@@ -43,6 +47,8 @@ class Modulation(nn.Module):
 
 class StandIn(nn.Module):
     """Parameter names of a looped model; every parameter enters `loss`."""
+
+    config = CONFIG
 
     def __init__(self, *, tied=False, modulation=False):
         super().__init__()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from optim_models import (
+    CONFIG,
     D_MODEL,
     MUON,
     StandIn,
@@ -15,6 +16,7 @@ from optim_models import (
 )
 
 from depthdial.config import OptimConfig
+from depthdial.model.sublayer import placed_layers
 from depthdial.training.optim import Optimizers, group_parameters, lr_scale_at, parameter_group
 
 
@@ -101,7 +103,8 @@ def test_b33_only_block_matrices_are_in_muon():
     ],
 )
 def test_b33_group_of_each_kind_of_parameter(name, shape, group):
-    assert parameter_group(name, torch.empty(shape)) == group
+    config = CONFIG.replace(split=[2, 14, 2], output_gate=True)
+    assert parameter_group(name, torch.empty(shape), placed_layers(config)) == group
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_b33_group_of_each_kind_of_parameter(name, shape, group):
 )
 def test_b33_unknown_parameter_is_refused_not_grouped(name, shape):
     with pytest.raises(ValueError, match="belongs to no optimizer group"):
-        parameter_group(name, torch.empty(shape))
+        parameter_group(name, torch.empty(shape), placed_layers(CONFIG))
 
 
 def test_b33_one_parameter_under_names_of_two_groups_is_refused():

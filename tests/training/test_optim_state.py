@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from optim_models import (
+    CONFIG,
     D_MODEL,
     MUON,
     VOCAB,
@@ -198,6 +199,7 @@ def test_b33_real_model_is_grouped_completely_before_and_after_its_graft(update,
 
 def test_group_that_appears_with_a_graft_starts_at_the_present_learning_rate():
     model = nn.Module()
+    model.config = CONFIG
     model.embedding = nn.Embedding(VOCAB, D_MODEL)
     optimizers = Optimizers(model, MUON)
     optimizers.set_lr_scale(0.25)

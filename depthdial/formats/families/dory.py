@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdial.config import ModelConfig, shortest_pattern
+from depthdial.config import LETTERS, ModelConfig, shortest_pattern
 from depthdial.formats.families.decoder_layers import sublayer_name
 from depthdial.formats.families.family import Family
 from depthdial.formats.source_config import SourceConfig
@@ -22,7 +22,6 @@ LAYER_TYPES = {"sliding_attention": "S", "full_attention": "A", "mlp": "F"}
 CACHE_POLICIES = {"per_loop": "per_loop", "last_loop": "last_step"}
 TRAINED_LOOPS = 4
 """One checkpoint serves 1 to 4 loops; the config names only the default."""
-FEED_FORWARD, SLIDING = "F", "S"
 
 
 def read(source: SourceConfig) -> ModelConfig:
@@ -108,7 +107,7 @@ def _read_format_1(source: SourceConfig, letters: str) -> dict[str, Any]:
         1: (source.number("rope_theta"), source.number("partial_rotary_factor", 1.0)),
         2: (source.number("rope_theta_2", 1e4), source.number("partial_rotary_factor_2", 1.0)),
     }
-    used = _profile_of_letters(source.take("rope_profile_layers"), letters)
+    full, sliding = _used_profiles(source.take("rope_profile_layers"), letters)
     window = _window(source, "swa_window_size", letters)
     scale_std = source.number("init_method_std")
     # The other format's name of it.
@@ -121,22 +120,22 @@ def _read_format_1(source: SourceConfig, letters: str) -> dict[str, Any]:
     return {
         "scale_std": scale_std,
         "head_dim": head_dim,
-        **_rotation(profiles[used["A"]], profiles[used[SLIDING]], window),
+        **_rotation(profiles[full], profiles[sliding], window),
     }
 
 
 def _window(source: SourceConfig, key: str, letters: str) -> int | None:
     """Tokens that a sliding layer sees; None where the model has no such layer."""
-    if SLIDING in letters:
+    if any(LETTERS[letter].slides for letter in letters):
         return source.window(key)
     source.ignore(key)
     return None
 
 
-def _profile_of_letters(layers: Any, letters: str) -> dict[str, int]:
-    """Rotary profile, 1 or 2, of each attention letter.
+def _used_profiles(layers: Any, letters: str) -> tuple[int, int]:
+    """Rotary profile, 1 or 2, of full and of sliding attention.
 
-    Raises: ValueError where layers of one letter have different profiles.
+    Raises: ValueError where layers of one kind have different profiles.
     """
     layers = [1] * len(letters) if layers is None else layers
     known = isinstance(layers, list) and all(type(x) is int and x in (1, 2) for x in layers)
@@ -145,16 +144,18 @@ def _profile_of_letters(layers: Any, letters: str) -> dict[str, int]:
             f"'rope_profile_layers' is {layers!r}; it must have 1 or 2 for each of the "
             f"{len(letters)} sublayers."
         )
-    profiles = {}
-    for letter in ("A", SLIDING):
-        used = {layers[i] for i, x in enumerate(letters) if x == letter}
+    kinds = {"full": set(), "sliding": set()}
+    for letter, profile in zip(letters, layers, strict=True):
+        if LETTERS[letter].attention is not None:
+            kinds["sliding" if LETTERS[letter].slides else "full"].add(profile)
+    for kind, used in kinds.items():
         if len(used) > 1:
             raise ValueError(
-                f"'rope_profile_layers' gives sublayers of one kind ({letter}) both profiles; "
-                "this runtime has one rotation for full and one for sliding attention."
+                f"'rope_profile_layers' gives sublayers of one kind ({kind} attention) both "
+                "profiles; this runtime has one rotation for full and one for sliding attention."
             )
-        profiles[letter] = used.pop() if used else 1
-    return profiles
+    full, sliding = (used.pop() if used else 1 for used in kinds.values())
+    return full, sliding
 
 
 def _read_layer_types(source: SourceConfig, letters: str) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
     ]
     for idx, letter in enumerate(config.sublayers):
         theirs, ours = f"backbone.layers.{idx}", sublayer_name(config, idx)
-        if letter == FEED_FORWARD:
+        if LETTERS[letter].attention is None:
             matrices, alpha = ("gate_proj", "up_proj", "down_proj"), "mlp_alpha"
             scales = {"suv_gate": "gate_scale", "suv_up": "up_scale"}
         else:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from depthdial.config import CACHE_POLICIES, FEED_FORWARD, ModelConfig
+from depthdial.config import CACHE_POLICIES, ModelConfig, is_read
 from depthdial.formats.source_config import WITHOUT_EFFECT, SourceConfig
 from depthdial.formats.tensors.rules import TensorRule
 
@@ -126,7 +126,7 @@ def simplest(config: ModelConfig) -> ModelConfig:
         return config
     if dense.loop.cache_policy in SAME_AT_ONE_LOOP:
         dense = dense.replace(**{"loop.cache_policy": "per_loop"})
-    has_edges = FEED_FORWARD in dense.prelude_layout + dense.coda_layout
+    has_edges = is_read(dense.prelude_layout + dense.coda_layout, "d_ff")
     if dense.core_d_ff not in (None, dense.d_ff) and has_edges:
         # Two widths of MLP need the split that says which layers have which.
         return dense

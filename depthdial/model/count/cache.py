@@ -10,8 +10,13 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from depthdial.cache.policies import cache_rule
-from depthdial.config import CACHE_POLICIES, CachePolicy, ModelConfig, policy_obstacle
-from depthdial.model.count.parameters import num_attention
+from depthdial.config import (
+    CACHE_POLICIES,
+    CachePolicy,
+    ModelConfig,
+    count_slots,
+    policy_obstacle,
+)
 
 CachePhase = Literal["prompt_peak", "steady"]
 """While the prompt runs, or while tokens are generated."""
@@ -37,8 +42,8 @@ def cache_slots(
     if phase not in get_args(CachePhase):
         raise ValueError(f"phase='{phase}' is unknown; choose 'prompt_peak' or 'steady'.")
     entries = cache_rule(policy, config).entries(num_loops, is_prompt=phase == "prompt_peak")
-    outside = num_attention(config.prelude_layout + config.coda_layout)
-    return outside + entries * num_attention(config.core_layout)
+    outside = count_slots(config.prelude_layout + config.coda_layout, "keys")
+    return outside + entries * count_slots(config.core_layout, "keys")
 
 
 def cache_bytes(

@@ -15,21 +15,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from depthdial.cache.policies import cache_rule
-from depthdial.config import (
-    ATTENTION_LETTERS,
-    SLIDING,
-    CachePolicy,
-    ModelConfig,
-    ModulationConfig,
-)
+from depthdial.config import CachePolicy, ModelConfig, ModulationConfig
+from depthdial.layers.layer_type import PlacedLayer
 from depthdial.model.count.cache import require_count
 from depthdial.model.count.parameters import (
-    block_matrices,
     gate_matrices,
     injection_matrices,
-    linear_shapes,
     state_projection,
 )
+from depthdial.model.sublayer import placed_layers
 
 FLOPS_PER_WEIGHT = 2
 """One multiplication and one addition per weight and token."""
@@ -47,7 +41,8 @@ class FlopsPerToken:
     core: int
     coda: int
     attention: float
-    """Scores and weighted sums of all attention; the projections are in their block."""
+    """Scores and weighted sums of all attention, and recurrences; the projections are in their
+    block."""
     gate: int
     """Injection and state update: their matrices, once per loop."""
     modulation: int
@@ -80,6 +75,7 @@ def flops_per_token(
 
         2 * (weights of each matrix, times its uses) + 4 * H * C * (sum of S over all attention)
 
+    and what a layer without attention says of itself (`LayerType.flops_per_token`).
     S is the number of tokens a query attends to: at most the window, where a layer has one. Loops
     that share the first one's keys make none; loops that mix them with their own attend twice. The
     gate is counted in every loop, also where `gate_bypass` discards its result.
@@ -106,13 +102,13 @@ def flops_per_token(
     passes = _passes(config, num_loops, policy)
     factor = TRAINING_FACTOR if training else 1
     per_weight = FLOPS_PER_WEIGHT * factor
-    per_key = 2 * per_weight * config.num_heads * config.head_dim
+    blocks = placed_layers(config)
     per_pass = gate_matrices(config) + injection_matrices(config)
     return FlopsPerToken(
-        prelude=per_weight * block_matrices(config, config.prelude_layout),
+        prelude=per_weight * _weights(blocks["prelude"]),
         core=per_weight * _core_weights(config, passes),
-        coda=per_weight * (block_matrices(config, config.coda_layout) + state_projection(config)),
-        attention=per_key * _attended(config, passes, context=context, position=position),
+        coda=per_weight * (_weights(blocks["coda"]) + state_projection(config)),
+        attention=factor * _mixing(config, passes, context=context, position=position),
         gate=per_weight * len(passes) * per_pass,
         modulation=per_weight * _low_rank_weights(config, len(passes)),
         head=per_weight * config.vocab_size * config.d_model,
@@ -146,42 +142,54 @@ def _passes(config: ModelConfig, num_loops: int, policy: CachePolicy | None) -> 
     return [*passes, passes[0]] if kept == "stash" and policy is not None else passes
 
 
+def _weights(layers: Sequence[PlacedLayer]) -> int:
+    """Weights that a token is multiplied with in the mixers of a block."""
+    return sum(layer.weights_per_token() for layer in layers)
+
+
 def _core_weights(config: ModelConfig, passes: Sequence[CorePass]) -> int:
-    """Weights of the core's matrices times their uses, low-rank differences included."""
+    """Weights that a token is multiplied with in the core, low-rank differences included."""
     rank = 0 if config.loop_lora is None else config.loop_lora.rank
-    shapes = [
-        (name, inputs, outputs)
-        for letter in config.core_layout
-        for name, (inputs, outputs) in linear_shapes(config, letter, is_core=True).items()
-    ]
-    total = 0
+    core, total = placed_layers(config)["core"], 0
     for kind, num_passes in Counter(passes).items():
-        for name, inputs, outputs in shapes:
-            if kind.makes_keys or name not in ("k_proj", "v_proj"):
-                total += num_passes * inputs * outputs
-                total += num_passes * rank * (inputs + outputs) if kind.has_deltas else 0
+        for placed in core:
+            shapes, used = placed.linear_shapes(), placed.weights_per_token()
+            spared = frozenset() if kind.makes_keys else placed.layer.spared_maps
+            used -= sum(shapes[name][0] * shapes[name][1] for name in spared)
+            if kind.has_deltas and "loop_lora" in placed.facts.conditioned_by:
+                used += rank * sum(sum(shapes[name]) for name in shapes.keys() - spared)
+            total += num_passes * used
     return total
 
 
-def _attended(
+def _mixing(
     config: ModelConfig, passes: Sequence[CorePass], *, context: int, position: QueryPosition
 ) -> float:
-    """Sum of S over all attention that one forward runs."""
+    """FLOPs of one forward beyond weights: every product with a key or a value, recurrences."""
+    blocks, window = placed_layers(config), config.loop.local_window
+    outside, core = blocks["prelude"] + blocks["coda"], blocks["core"]
 
-    def reach(layout: str, local_window: int | None = None) -> float:
-        total = 0.0
-        for letter in layout:
-            if letter in ATTENTION_LETTERS:
-                window = config.sliding.window if letter == SLIDING and config.sliding else context
-                seen = min(window, context, local_window or context)
-                # The first `seen` queries see fewer tokens than that.
-                mean = seen - seen * (seen - 1) / (2 * context)
-                total += seen if position == "last" else mean
+    def seen(layers: Sequence[PlacedLayer], window: int | None = None) -> Counter[int]:
+        """Sum of S over the layers, by their FLOPs for each token that is seen."""
+        total: Counter[int] = Counter()
+        for placed in layers:
+            reach = placed.facts.reach(config)
+            if reach is not None:
+                most = min(x for x in (reach.window, window, context) if x is not None)
+                # The first `most` queries see fewer tokens than that.
+                mean = most - most * (most - 1) / (2 * context)
+                total[placed.layer.flops_per_key(config)] += most if position == "last" else mean
         return total
 
-    core = config.core_layout
-    own = sum(kind.attends_locally for kind in passes) * reach(core, config.loop.local_window)
-    return reach(config.prelude_layout + config.coda_layout) + len(passes) * reach(core) + own
+    once, each_pass, again = seen(outside), seen(core), seen(core, window)
+    num_local = sum(kind.attends_locally for kind in passes)
+    total = 0.0
+    for flops in once.keys() | each_pass.keys():
+        num_keys = once[flops] + len(passes) * each_pass[flops] + num_local * again[flops]
+        total += flops * num_keys
+    for layers, uses in ((outside, 1), (core, len(passes))):
+        total += uses * sum(placed.layer.flops_per_token(config) for placed in layers)
+    return total
 
 
 def _low_rank_weights(config: ModelConfig, num_passes: int) -> int:

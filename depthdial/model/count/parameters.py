@@ -8,15 +8,12 @@ V vocabulary, R low rank.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from depthdial.config import (
-    ATTENTION_LETTERS,
-    VALUE_GATE_CHANNELS,
-    ModelConfig,
-    ModulationConfig,
-    TimeModulationConfig,
-)
+from depthdial.config import LETTERS, ModelConfig, ModulationConfig, TimeModulationConfig
+from depthdial.layers.layer_type import PlacedLayer
+from depthdial.model.sublayer import placed_layers
 
 
 @dataclass(frozen=True)
@@ -58,21 +55,15 @@ class ParameterCount:
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Unique parameters of the model that `config` describes."""
     d_model, vocabulary = config.d_model, config.vocab_size * config.d_model
-    prelude_attention = num_attention(config.prelude_layout)
-    core_attention = num_attention(config.core_layout)
-    below = {
-        "prelude": 0,
-        "core": prelude_attention,
-        "coda": prelude_attention + core_attention,
-    }
+    blocks = {name: _block(config, layers) for name, layers in placed_layers(config).items()}
     prelude_norm = d_model if config.prelude_norm else 0
     head = 0 if config.tie_embeddings else vocabulary
     is_learned = config.positions == "learned"
     return ParameterCount(
         embedding=vocabulary + (config.max_context * d_model if is_learned else 0),
-        prelude=_block(config, config.prelude_layout, below["prelude"]) + prelude_norm,
-        core=_block(config, config.core_layout, below["core"], is_core=True),
-        coda=_block(config, config.coda_layout, below["coda"]),
+        prelude=blocks["prelude"] + prelude_norm,
+        core=blocks["core"],
+        coda=blocks["coda"],
         injection=_injection(config),
         state_update=_state_update(config) + state_projection(config),
         modulation=_modulation(config),
@@ -80,37 +71,6 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         head=head + (config.vocab_size if config.ngpt is not None else 0),
         loop_lora=_loop_lora(config),
         exit_gate=_exit_gate(config),
-    )
-
-
-def num_attention(layout: str) -> int:
-    """Attention sublayers of a layout."""
-    return sum(letter in ATTENTION_LETTERS for letter in layout)
-
-
-def linear_shapes(config: ModelConfig, letter: str, *, is_core: bool) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of the mixer's linear maps, by name."""
-    d_model = config.d_model
-    if letter in ATTENTION_LETTERS:
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        shapes = {
-            "q_proj": (d_model, query),
-            "k_proj": (d_model, key),
-            "v_proj": (d_model, key),
-            "o_proj": (query, d_model),
-        }
-        return {**shapes, "g_proj": (d_model, query)} if config.output_gate else shapes
-    d_ff = (config.core_d_ff if is_core else None) or config.d_ff
-    shapes = {"up_proj": (d_model, d_ff), "down_proj": (d_ff, d_model)}
-    return {"gate_proj": (d_model, d_ff), **shapes} if config.ff == "swiglu" else shapes
-
-
-def block_matrices(config: ModelConfig, layout: str, *, is_core: bool = False) -> int:
-    """Weights of the matrices of a block's mixers."""
-    return sum(
-        inputs * outputs
-        for letter in layout
-        for inputs, outputs in linear_shapes(config, letter, is_core=is_core).values()
     )
 
 
@@ -138,21 +98,16 @@ def low_rank_set(config: ModelConfig) -> int:
     assert config.loop_lora is not None
     return config.loop_lora.rank * sum(
         inputs + outputs
-        for letter in config.core_layout
-        for inputs, outputs in linear_shapes(config, letter, is_core=True).values()
+        for layer in placed_layers(config)["core"]
+        if "loop_lora" in layer.facts.conditioned_by
+        for inputs, outputs in layer.linear_shapes().values()
     )
 
 
-def _block(config: ModelConfig, layout: str, first_attention: int, *, is_core: bool = False) -> int:
+def _block(config: ModelConfig, layers: Sequence[PlacedLayer]) -> int:
     """All parameters of a block."""
-    total, attention_idx = block_matrices(config, layout, is_core=is_core), first_attention
-    for letter in layout:
-        total += _norms(config) + _vectors(config, letter, is_core=is_core)
-        if letter in ATTENTION_LETTERS:
-            if attention_idx in config.value_embeddings:
-                total += _value_embedding(config)
-            attention_idx += 1
-    return total
+    mixers = sum(layer.num_parameters() for layer in layers)
+    return mixers + len(layers) * _norms(config)
 
 
 def _norms(config: ModelConfig) -> int:
@@ -161,28 +116,6 @@ def _norms(config: ModelConfig) -> int:
         return config.d_model
     num_norms = 1 if config.norm == "pre" else 2
     return num_norms * config.d_model if config.norm_gain else 0
-
-
-def _vectors(config: ModelConfig, letter: str, *, is_core: bool) -> int:
-    """Biases, scales and head norms of one mixer."""
-    shapes = linear_shapes(config, letter, is_core=is_core)
-    if letter not in ATTENTION_LETTERS:
-        scales = 2 * shapes["up_proj"][1] if config.ngpt is not None else 0
-        return scales + (sum(out for _, out in shapes.values()) if config.ff_bias else 0)
-    biased = {"none": "", "qk": "qk", "qkv": "qkv", "qkvo": "qkvo"}[config.attention_bias]
-    total = sum(shapes[f"{projection}_proj"][1] for projection in biased)
-    if config.qk_norm == "rms":
-        total += 2 * config.head_dim
-    if config.ngpt is not None:
-        total += shapes["q_proj"][1] * (2 if config.output_gate else 1)
-    if is_core and config.loop.local_window is not None:
-        total += config.num_heads * (config.head_dim + 1)
-    return total
-
-
-def _value_embedding(config: ModelConfig) -> int:
-    gate = min(VALUE_GATE_CHANNELS, config.d_model) * config.num_kv_heads
-    return config.vocab_size * config.num_kv_heads * config.head_dim + gate
 
 
 def _state_update(config: ModelConfig) -> int:
@@ -208,7 +141,8 @@ def _loop_lora(config: ModelConfig) -> int:
     has_gains = config.loop_lora.norms and config.ngpt is None
     gains = len(config.core_layout) * _norms(config) if has_gains else 0
     if has_gains and config.qk_norm == "rms":
-        gains += num_attention(config.core_layout) * 2 * config.head_dim
+        takes = ["head_gains" in LETTERS[letter].conditioned_by for letter in config.core_layout]
+        gains += sum(takes) * 2 * config.head_dim
     return config.loop_lora.num_sets * (low_rank_set(config) + gains)
 
 
