@@ -7,6 +7,7 @@ config key with another name gets its line in `_first` or `RENAMED`; the record 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import random
 import re
@@ -94,7 +95,9 @@ def truncated(model: LoopedLM, ids: Tensor, num_loops: int, no_grad_loops: Tenso
 
 def until(model: LoopedLM, ids: Tensor, rule: Any, max_loops: int) -> tuple[Tensor, ...]:
     """Logits [B, T, V], loops [B] and measures [B, L] of rows that a rule stops."""
-    return run_until(model, ids, rule=rule, max_loops=max_loops)[:3]
+    if "max_loops" in inspect.signature(run_until).parameters:
+        return run_until(model, ids, rule=rule, max_loops=max_loops)[:3]
+    return run_until(model, Call(ids, num_loops=max_loops), rule=rule)[:3]
 
 
 def command(*arguments: str | Path) -> str:

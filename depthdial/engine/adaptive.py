@@ -41,43 +41,21 @@ class AdaptiveRun(NamedTuple):
 
 
 @torch.no_grad()
-def run_until(
-    model: LoopedLM,
-    tokens_BT: Tensor,
-    *,
-    rule: StoppingRule,
-    max_loops: NumLoops,
-    cache: LoopCache | None = None,
-    padding_mask_BT: Tensor | None = None,
-    initial_state_BTD: Tensor | None = None,
-    step_sizes: Tensor | None = None,
-) -> AdaptiveRun:
+def run_until(model: LoopedLM, call: Call, *, rule: StoppingRule) -> AdaptiveRun:
     """Logits of every row after as many loops as the rule lets it run.
 
     A row that stops is taken out of the batch at once: it computes nothing more, and stores no
     entries of later loops. Under cache policies where later tokens would miss those entries, they
     become copies of its last loop's.
 
-    Args:
-        tokens_BT, cache, padding_mask_BT, initial_state_BTD, step_sizes: as in
-            `LoopedLM.forward`; the last are of `max_loops` loops.
-        max_loops: most passes, for all rows or one entry per row; what the model is conditioned
-            on, if it is.
+    Args: call: its loop counts are the most that a row may run, and what the model is conditioned
+        on, if it is.
 
     Raises: ValueError as `LoopedLM.forward` and `check_can_stop` do.
     """
-    check_can_stop(model.config, rule, cache=cache)
-    call = Call(
-        tokens_BT,
-        num_loops=max_loops,
-        cache=cache,
-        padding_mask_BT=padding_mask_BT,
-        initial_state_BTD=initial_state_BTD,
-        step_sizes=step_sizes,
-    )
+    check_can_stop(model.config, rule, cache=call.cache)
     begun = model.begin(call)
-    real_BT = torch.ones_like(tokens_BT) if padding_mask_BT is None else padding_mask_BT
-    watch = _Watch(model, begun, rule=rule, max_loops=max_loops, real_BT=real_BT.bool())
+    watch = _Watch(model, begun, rule=rule)
     state_BTD = torch.empty_like(begun.initial_state_BTD)
     passes = model.iterate(begun)
     done: LoopPass | None = next(passes)
@@ -86,11 +64,11 @@ def run_until(
         stops = watch.stops(done)
         state_BTD[rows[stops]] = done.state_BTD[stops]
         done = _go_on(passes, keep=~stops.cpu())
-    if cache is not None:
-        _fill_missing(cache, watch.loops_B, max_loops)
+    if call.cache is not None:
+        _fill_missing(call.cache, watch.loops_B, call.num_loops)
     logits_BTV = model.head(model.finish(state_BTD, begun))
     loops_B = torch.where(watch.has_token_B.cpu(), watch.loops_B, 0)
-    return AdaptiveRun(logits_BTV, loops_B, watch.values_BL, is_causal=tokens_BT.shape[1] == 1)
+    return AdaptiveRun(logits_BTV, loops_B, watch.values_BL, is_causal=call.tokens_BT.shape[1] == 1)
 
 
 def check_can_stop(
@@ -137,21 +115,15 @@ def warn_if_conditioned(config: ModelConfig) -> None:
 class _Watch:
     """What is known of each row of one call while its loops run; rows in the user's order."""
 
-    def __init__(
-        self,
-        model: LoopedLM,
-        begun: Begun,
-        *,
-        rule: StoppingRule,
-        max_loops: NumLoops,
-        real_BT: Tensor,
-    ) -> None:
+    def __init__(self, model: LoopedLM, begun: Begun, *, rule: StoppingRule) -> None:
         self.model, self.begun, self.rule = model, begun, rule
-        self.max_loops, self.real_BT = max_loops, real_BT
-        self.has_token_B = real_BT.any(dim=1)
+        tokens_BT, padding_mask_BT = begun.call.tokens_BT, begun.call.padding_mask_BT
+        real_BT = torch.ones_like(tokens_BT) if padding_mask_BT is None else padding_mask_BT
+        self.max_loops, self.real_BT = begun.call.num_loops, real_BT.bool()
+        self.has_token_B = self.real_BT.any(dim=1)
         places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
-        self.last_B = (places_T * real_BT).amax(dim=1)
-        batch_size, most = len(real_BT), int(torch.as_tensor(max_loops).max())
+        self.last_B = (places_T * self.real_BT).amax(dim=1)
+        batch_size, most = len(real_BT), int(torch.as_tensor(self.max_loops).max())
         self.loops_B = torch.zeros(batch_size, dtype=torch.int64)
         self.values_BL = torch.full((batch_size, most), torch.nan)
         self.all_rows = torch.arange(batch_size, device=real_BT.device)
@@ -200,7 +172,7 @@ class _Watch:
             # later check and the end of the call, at the same positions: the last one counts.
             x_NTD = model.coda(
                 done.state_BTD,
-                mods=model.modulation.for_coda(self._budget(done.rows)),
+                mods=model.coda_modulation(self._budget(done.rows), table=self.begun.call.table),
                 slots=self.begun.binding.slots("coda", rows=done.rows),
                 ctx=self.begun.ctx if done.rows is None else self.begun.ctx.narrow(rows),
             )

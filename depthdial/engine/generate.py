@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Literal, NamedTuple
 
@@ -100,24 +101,24 @@ def generate(
     if stop_rule is not None:
         check_can_stop(model.config, stop_rule, cache=cache)
         warn_if_conditioned(model.config)
-    with model.modulation.tabulated():
-        logits_BV = _prefill(
-            model, prompts, loops, cache=cache, chunk=prefill_chunk, step_sizes=step_sizes
-        )
-        cache.end_prompt()
-        decoded = _decode(
-            model,
-            logits_BV,
-            loops,
-            cache=cache,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling or Sampling(),
-            stop_ids=stop_ids,
-            is_complete=is_complete,
-            stop_rule=stop_rule,
-            step_sizes=step_sizes,
-            logprobs=logprobs,
-        )
+    # What all calls share. The table lives here, not on the model: other threads may generate with
+    # other settings, and weights may change afterwards.
+    table = model.conditioning_table(loops)
+    make_call = partial(Call, num_loops=loops, cache=cache, step_sizes=step_sizes, table=table)
+    logits_BV = _prefill(model, prompts, make_call, chunk=prefill_chunk)
+    cache.end_prompt()
+    decoded = _decode(
+        model,
+        logits_BV,
+        loops,
+        make_call,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling or Sampling(),
+        stop_ids=stop_ids,
+        is_complete=is_complete,
+        stop_rule=stop_rule,
+        logprobs=logprobs,
+    )
     most_loops = torch.as_tensor(loops).expand(batch_size).tolist()
     return [
         decoded.row(row, prompt, num_loops=most_loops[row], has_rule=stop_rule is not None)
@@ -152,14 +153,13 @@ def _decode(
     model: LoopedLM,
     logits_BV: Tensor,
     loops: NumLoops,
+    make_call: Callable[..., Call],
     *,
-    cache: LoopCache,
     max_new_tokens: int,
     sampling: Sampling,
     stop_ids: Sequence[int],
     is_complete: Callable[[Sequence[int]], bool] | None,
     stop_rule: StoppingRule | None,
-    step_sizes: Tensor | None,
     logprobs: bool,
 ) -> _Decoded:
     """One token per call."""
@@ -189,24 +189,11 @@ def _decode(
             break
         # A finished row brings padding from here on: nothing of it is stored or attended.
         tokens_BT, real_BT = next_B[:, None].to(device), is_open_B[:, None].to(device)
+        call = make_call(tokens_BT, padding_mask_BT=real_BT)
         if stop_rule is None:
-            logits_BTV = model(
-                tokens_BT,
-                num_loops=loops,
-                cache=cache,
-                padding_mask_BT=real_BT,
-                step_sizes=step_sizes,
-            )
+            logits_BTV = model.head(model.hidden_states(call))
         else:
-            logits_BTV, loops_B, _, _ = run_until(
-                model,
-                tokens_BT,
-                rule=stop_rule,
-                max_loops=loops,
-                cache=cache,
-                padding_mask_BT=real_BT,
-                step_sizes=step_sizes,
-            )
+            logits_BTV, loops_B, _, _ = run_until(model, call, rule=stop_rule)
         logits_BV = logits_BTV[:, 0]
     return _Decoded(new_ids, loops_of_tokens, is_open_B, logprobs_of_tokens if logprobs else None)
 
@@ -223,11 +210,9 @@ def _per_row(num_loops: NumLoops | Sequence[int]) -> NumLoops:
 def _prefill(
     model: LoopedLM,
     prompts: Sequence[Sequence[int]],
-    loops: NumLoops,
+    make_call: Callable[..., Call],
     *,
-    cache: LoopCache,
     chunk: int | None,
-    step_sizes: Tensor | None,
 ) -> Tensor:
     """Store all prompts and return the logits after each one's last token, [B, V]."""
     device = model.embedding.weight.device
@@ -242,12 +227,8 @@ def _prefill(
     )
     for start in range(0, longest, chunk or longest):
         end = min(start + (chunk or longest), longest)
-        call = Call(
-            tokens_BT[:, start:end].to(device),
-            num_loops=loops,
-            cache=cache,
-            padding_mask_BT=real_BT[:, start:end].to(device),
-            step_sizes=step_sizes,
+        call = make_call(
+            tokens_BT[:, start:end].to(device), padding_mask_BT=real_BT[:, start:end].to(device)
         )
         x_BTD = model.hidden_states(call)
         ends_here = ((lengths_B > start) & (lengths_B <= end)).nonzero()[:, 0]

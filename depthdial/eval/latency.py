@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 from depthdial.cache.contiguous import LoopCache
 from depthdial.eval.depth_sweep import check_swept_loops
 from depthdial.model.call import Call
+from depthdial.model.conditioning import ConditioningTable
 from depthdial.model.looped_lm import LoopedLM
 
 
@@ -54,29 +55,34 @@ def measure_latencies(
     Each round runs every pair, so that whatever else the machine does hits all alike.
     """
     times: list[list[float]] = [[] for _ in sides]
-    with ExitStack() as stack:
-        for model, _ in sides:
-            stack.enter_context(model.modulation.tabulated())
-        for _ in range(rounds):
-            for (model, num_loops), side_times in zip(sides, times, strict=True):
-                seconds = _decode_seconds(
-                    model, num_loops, prompt_tokens=prompt_tokens, new_tokens=new_tokens
-                )
-                side_times.append(seconds / new_tokens * 1e3)
+    tables = [model.conditioning_table(num_loops) for model, num_loops in sides]
+    for _ in range(rounds):
+        for (model, num_loops), table, side_times in zip(sides, tables, times, strict=True):
+            seconds = _decode_seconds(
+                model, num_loops, table, prompt_tokens=prompt_tokens, new_tokens=new_tokens
+            )
+            side_times.append(seconds / new_tokens * 1e3)
     return [Latency(min(values), median(values)) for values in times]
 
 
 def _decode_seconds(
-    model: LoopedLM, num_loops: int, *, prompt_tokens: int, new_tokens: int
+    model: LoopedLM,
+    num_loops: int,
+    table: ConditioningTable,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
 ) -> float:
     """Wall-clock of `new_tokens` greedy tokens after a prompt, which is not timed."""
     device = model.embedding.weight.device
     prompt_BT = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=device)
     capacity = prompt_tokens + new_tokens
     cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
-    model.hidden_states(Call(prompt_BT, num_loops=num_loops, cache=cache))
+    make_call = partial(Call, num_loops=num_loops, cache=cache, table=table)
+    model.hidden_states(make_call(prompt_BT))
     cache.end_prompt()
     started = time.perf_counter()
     for _ in range(new_tokens):
-        model(prompt_BT[:, :1], num_loops=num_loops, cache=cache)[0, -1].argmax().item()
+        x_BTD = model.hidden_states(make_call(prompt_BT[:, :1]))
+        model.head(x_BTD)[0, -1].argmax().item()
     return time.perf_counter() - started

@@ -33,10 +33,10 @@ VALUE_GATE_CHANNELS = 32
 
 
 class HeadGains(NamedTuple):
-    """Gains of the query and key norms, [C] each; None for the learned ones."""
+    """Gains of the query and key norms, [1 or B, 1, 1, C] each; None for the learned ones."""
 
-    query_C: Tensor | None = None
-    key_C: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
 
 
 NO_HEAD_GAINS = HeadGains()
@@ -127,12 +127,12 @@ class Attention(nn.Module):
         deltas = deltas or {}
         q_BTHC = project(self.q_proj, x_BTD, deltas.get("q_proj"))
         q_BTHC = q_BTHC.unflatten(-1, (self.num_heads, self.head_dim))
-        q_BTHC = self._place(q_BTHC, self.q_norm, head_gains.query_C, view.rotary)
+        q_BTHC = self._place(q_BTHC, self.q_norm, head_gains.query, view.rotary)
         k_BTGC = v_BTGC = None
         if not slot.is_read_only:
             k_BTGC = project(self.k_proj, x_BTD, deltas.get("k_proj"))
             k_BTGC = k_BTGC.unflatten(-1, (self.num_kv_heads, self.head_dim))
-            k_BTGC = self._place(k_BTGC, self.k_norm, head_gains.key_C, view.rotary)
+            k_BTGC = self._place(k_BTGC, self.k_norm, head_gains.key, view.rotary)
             v_BTGC = self._values(x_BTD, view.tokens_BT, deltas)
         y_BTHC = self._attend(q_BTHC, k_BTGC, v_BTGC, slot=slot, view=view)
         y_BTE = y_BTHC.flatten(2)
@@ -144,12 +144,12 @@ class Attention(nn.Module):
         self,
         x_BTHC: Tensor,
         norm: RMSNorm | None,
-        gain_C: Tensor | None,
+        gain: Tensor | None,
         rotary: RotaryTable | None,
     ) -> Tensor:
         """Normalise and rotate queries or keys, in the configured order."""
         if norm is not None:
-            x_BTHC = norm(x_BTHC, gain=gain_C)
+            x_BTHC = norm(x_BTHC, gain=gain)
         if rotary is not None:
             x_BTHC = rotate(x_BTHC, rotary, interleaved=self.interleaved)
         if self.qk_norm == "rms_after_rotary":

@@ -70,23 +70,32 @@ def wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x.dtype))
 
 
-class LowRankDelta(NamedTuple):
-    """A difference up @ down of a linear map's matrix: down [R, I], up [O, R]."""
+class LowRankPair(NamedTuple):
+    """Two thin matrices: down [R, I] and up [O, R] for all rows of the batch, or down [B, R, I]
+    and up [B, O, R] with a pair for each row."""
 
-    down_RI: Tensor
-    up_OR: Tensor
-
-
-Deltas = Mapping[str, LowRankDelta]
-"""Name of a linear map inside a mixer -> its difference."""
+    down: Tensor
+    up: Tensor
 
 
-def project(linear: nn.Linear, x: Tensor, delta: LowRankDelta | None) -> Tensor:
+Deltas = Mapping[str, LowRankPair]
+"""Name of a linear map inside a mixer -> the difference up @ down of its matrix."""
+
+
+def apply_matrix(x_BTI: Tensor, matrix: Tensor) -> Tensor:
+    """M x, [B, T, O], with one matrix [O, I] for all rows or one [B, O, I] for each."""
+    if matrix.ndim == 2:
+        return F.linear(x_BTI, matrix)
+    return torch.bmm(x_BTI, matrix.transpose(1, 2))
+
+
+def project(linear: nn.Linear, x_BTI: Tensor, delta: LowRankPair | None) -> Tensor:
     """(W + up down) x + b, the difference applied as two thin products."""
-    y = linear(x)
+    y_BTO = linear(x_BTI)
     if delta is None:
-        return y
-    return y + F.linear(F.linear(x, delta.down_RI.to(x.dtype)), delta.up_OR.to(x.dtype))
+        return y_BTO
+    dtype = x_BTI.dtype
+    return y_BTO + apply_matrix(apply_matrix(x_BTI, delta.down.to(dtype)), delta.up.to(dtype))
 
 
 class RotaryTable(NamedTuple):

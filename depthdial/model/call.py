@@ -32,6 +32,7 @@ from depthdial.layers.state import (
     mask_from_allowed,
     narrow_rows,
 )
+from depthdial.model.conditioning import ConditioningTable
 
 LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
 """(loop_idx, state_BTD, rows) -> None, or a replacement for the state; rows: see `LoopPass`."""
@@ -61,6 +62,8 @@ class Call:
         no_grad_loops: first passes, of all rows or per row [B], that no gradient enters.
         on_loop: called after each pass; may return a replacement for the state.
         blocks: run in place of the model's own prelude, loop and coda; None for those.
+        table: conditioning that calls of the same loop counts share; None computes it in each
+            pass, and so do loops of given step sizes.
 
     Raises: ValueError for tokens of a useless shape, or a loop count that is not allowed.
     """
@@ -77,6 +80,7 @@ class Call:
     no_grad_loops: int | Tensor = 0
     on_loop: LoopObserver | None = None
     blocks: Blocks | None = None
+    table: ConditioningTable | None = None
 
     def __post_init__(self) -> None:
         tokens_BT = self.tokens_BT

@@ -1,24 +1,19 @@
 """Differences of the core between loops: stored low-rank pairs and norm gains, chosen by loop.
 
 Source: Relaxed Recursive Transformers, arXiv 2410.20672; scale 1, no dropout.
-Letters: N stored sets, R low rank, I inputs, O outputs, D model width.
+Letters: B rows, N stored sets, R low rank, I inputs, O outputs, D model width.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from depthdial.config import LoopLoraConfig
 from depthdial.layers.attention import Attention, HeadGains
-from depthdial.layers.primitives import LowRankDelta
-from depthdial.model.sublayer import (
-    UNMODULATED,
-    NormalisedSublayer,
-    Stack,
-    Sublayer,
-    SublayerModulation,
-)
+from depthdial.layers.primitives import LowRankPair
+from depthdial.model.conditioning import UNMODULATED, SublayerModulation
+from depthdial.model.sublayer import NormalisedSublayer, Stack, Sublayer
 
 
 class LowRankSets(nn.Module):
@@ -53,25 +48,34 @@ class SublayerDeltas(nn.Module):
                 self.q_norm = _gains(mixer.q_norm, config.num_sets)
                 self.k_norm = _gains(mixer.k_norm, config.num_sets)
 
-    def set_at(self, set_idx: int) -> SublayerModulation:
-        """One set as the sublayer takes it."""
+    def rows(
+        self, sets: int | Tensor, sublayer: Sublayer | NormalisedSublayer
+    ) -> SublayerModulation:
+        """One set of all rows, or one for each, as the sublayer takes it.
+
+        Args: sets: int64 [B] on the CPU, -1 for rows without differences.
+        """
         pairs = {name: self.get_submodule(name) for name in self.linears}
-        return UNMODULATED._replace(
-            deltas={
-                name: LowRankDelta(pair.down[set_idx], pair.up[set_idx])
-                for name, pair in pairs.items()
-                if isinstance(pair, LowRankSets)
-            }
-            or None,
-            norm_gain=None if self.norm is None else self.norm[set_idx],
-            post_norm_gain=None if self.post_norm is None else self.post_norm[set_idx],
-            head_gains=self._head_gains(set_idx),
+        deltas = {
+            name: LowRankPair(_rows(pair.down, sets), _rows(pair.up, sets, without=0.0))
+            for name, pair in pairs.items()
+            if isinstance(pair, LowRankSets)
+        }
+        mod = UNMODULATED._replace(deltas=deltas or None)
+        if self.norm is None:
+            return mod
+        return mod._replace(
+            norm_gain=_gain_rows(self.norm, sets, sublayer, "norm"),
+            post_norm_gain=_gain_rows(self.post_norm, sets, sublayer, "post_norm"),
+            head_gains=self._head_gains(sets, sublayer),
         )
 
-    def _head_gains(self, set_idx: int) -> HeadGains | None:
-        if self.q_norm is None or self.k_norm is None:
+    def _head_gains(self, sets: int | Tensor, sublayer: nn.Module) -> HeadGains | None:
+        query = _gain_rows(self.q_norm, sets, sublayer, "mixer.q_norm")
+        key = _gain_rows(self.k_norm, sets, sublayer, "mixer.k_norm")
+        if query is None or key is None:
             return None
-        return HeadGains(self.q_norm[set_idx], self.k_norm[set_idx])
+        return HeadGains(query[:, None], key[:, None])
 
 
 class LoopLora(nn.Module):
@@ -83,24 +87,60 @@ class LoopLora(nn.Module):
         self.sublayers = nn.ModuleList(SublayerDeltas(sublayer, config) for sublayer in core)
 
     def for_loop(
-        self, loop_idx: int, mods: tuple[SublayerModulation, ...] | None
+        self,
+        loop_idx: int | Tensor,
+        mods: tuple[SublayerModulation, ...] | None,
+        *,
+        core: Stack,
     ) -> tuple[SublayerModulation, ...] | None:
-        """Conditioning of one pass with this loop's differences added."""
-        set_idx = self.config.set_at(loop_idx)
-        if set_idx < 0:
+        """Conditioning of one pass with its loop's differences added.
+
+        Args: loop_idx: of all rows, or one per row; core: the sublayers, whose own gains are those
+            of a row without differences.
+        """
+        rows = [loop_idx] if isinstance(loop_idx, int) else loop_idx.tolist()
+        set_of_rows = [self.config.set_at(i) for i in rows]
+        is_one = len(set(set_of_rows)) == 1
+        if is_one and set_of_rows[0] < 0:
             return mods
-        deltas = tuple(sublayer.set_at(set_idx) for sublayer in self.sublayers)
+        sets = set_of_rows[0] if is_one else torch.tensor(set_of_rows)
+        stored = [lora.rows(sets, own) for lora, own in zip(self.sublayers, core, strict=True)]
         if mods is None:
-            return deltas
+            return tuple(stored)
         return tuple(
             mod._replace(
-                deltas=delta.deltas,
-                norm_gain=delta.norm_gain,
-                post_norm_gain=delta.post_norm_gain,
-                head_gains=delta.head_gains,
+                deltas=own.deltas,
+                norm_gain=own.norm_gain,
+                post_norm_gain=own.post_norm_gain,
+                head_gains=own.head_gains,
             )
-            for mod, delta in zip(mods, deltas, strict=True)
+            for mod, own in zip(mods, stored, strict=True)
         )
+
+
+def _gain_rows(
+    stored_ND: Tensor | None, sets: int | Tensor, sublayer: nn.Module, norm: str
+) -> Tensor | None:
+    """Gains [1 or B, 1, D] of one norm; a row without differences has the norm's own."""
+    if stored_ND is None:
+        return None
+    gains = _rows(stored_ND, sets, without=sublayer.get_parameter(f"{norm}.weight"))
+    return gains.view(-1, 1, gains.shape[-1])
+
+
+def _rows(stored_N: Tensor, sets: int | Tensor, *, without: Tensor | float | None = None) -> Tensor:
+    """One stored entry for all rows, or [B, ...] with one for each.
+
+    Args: without: in place of the entry in rows whose set is -1; None to take any entry there.
+    """
+    if isinstance(sets, int):
+        return stored_N[sets]
+    picked = stored_N.index_select(0, sets.clamp(min=0).to(stored_N.device))
+    has_set = sets >= 0
+    if without is None or bool(has_set.all()):
+        return picked
+    has_set = has_set.to(stored_N.device).view(-1, *(1,) * (stored_N.ndim - 1))
+    return torch.where(has_set, picked, without)
 
 
 def _gains(norm: nn.Module, num_sets: int) -> nn.Parameter:

@@ -33,14 +33,20 @@ from depthdial.model.call import (
     build_context,
     compute_dtype,
 )
+from depthdial.model.conditioning import (
+    ConditioningTable,
+    LoopModulation,
+    SublayerModulation,
+    check_rows_mix,
+    shares_first_keys,
+)
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
 from depthdial.model.loop_lora import LoopLora
-from depthdial.model.modulation import LoopModulation, make_conditioning
+from depthdial.model.modulation import make_conditioning
 from depthdial.model.sublayer import (
     Segment,
     Stack,
-    SublayerModulation,
     build_stack,
     core_segments,
 )
@@ -69,8 +75,8 @@ class LoopCarry(NamedTuple):
     Fields:
         first_keys: (k, v) of every token mixer of the core in the first loop; empty before it;
             None for models and calls that need none.
-        first_candidate: the first loop's candidate state; None before it, and for updates that
-            have no anchor.
+        first_candidate: the first loop's candidate state; before it the state, which nobody reads;
+            None for updates that have no anchor.
     """
 
     first_keys: tuple[tuple[Tensor, Tensor], ...] | None = None
@@ -229,7 +235,7 @@ class LoopedLM(nn.Module):
         loop = self.loop if call.blocks is None else call.blocks.loop
         state_BTD, h_in_BTD = begun.initial_state_BTD, begun.h_in_BTD
         batch_size = h_in_BTD.shape[0]
-        carry = first_carry(self.config, is_cached=call.cache is not None)
+        carry = first_carry(self.config, state_BTD, is_cached=call.cache is not None)
         active, loop_idx = ActiveRows(call.num_loops, batch_size), 0
         if active.rows is not None:
             places = active.rows.to(h_in_BTD.device)
@@ -239,7 +245,7 @@ class LoopedLM(nn.Module):
             if steps is not None and len(steps) > 1 and rows is not None:
                 steps = steps[rows]
             slots = begun.binding.slots("core", loop_idx=loop_idx, rows=rows)
-            mod = self.loop_modulation(loop_idx, active.num_loops, steps)
+            mod = self.loop_modulation(loop_idx, active.num_loops, steps, table=call.table)
             if mod.sublayers is not None:
                 mod = mod._replace(sublayers=mod.sublayers[segment.sublayers])
             without_grad = rows_without_grad(call.no_grad_loops, loop_idx, rows)
@@ -285,12 +291,12 @@ class LoopedLM(nn.Module):
             self.loop(
                 state_BTD,
                 begun.h_in_BTD,
-                mod=self.loop_modulation(0, num_loops),
+                mod=self.loop_modulation(0, num_loops, table=begun.call.table),
                 slots=begun.binding.stash_slots(),
-                carry=LoopCarry(),
+                carry=first_carry(self.config, state_BTD, is_cached=True),
                 ctx=begun.ctx,
             )
-        mods = self.modulation.for_coda(num_loops)
+        mods = self.coda_modulation(num_loops, table=begun.call.table)
         slots = begun.binding.slots("coda")
         coda = self.coda if begun.call.blocks is None else begun.call.blocks.coda
         x_BTD = coda(state_BTD, mods=mods, slots=slots, ctx=begun.ctx)
@@ -363,9 +369,10 @@ class LoopedLM(nn.Module):
         carry = with_first_keys(carry, slots)
         next_BTD = self.state_update(state_BTD, candidate_BTD, injected_BTD, mod.update)
         if mod.update.anchor is not None:
-            if carry.first_candidate is None:
-                carry = carry._replace(first_candidate=candidate_BTD)
-            next_BTD = anchor(next_BTD, carry.first_candidate, mod.update.anchor)
+            assert mod.update.is_first is not None and carry.first_candidate is not None
+            first_BTD = torch.where(mod.update.is_first, candidate_BTD, carry.first_candidate)
+            carry = carry._replace(first_candidate=first_BTD)
+            next_BTD = anchor(next_BTD, first_BTD, mod.update.anchor)
         return next_BTD, carry
 
     def coda(
@@ -396,14 +403,45 @@ class LoopedLM(nn.Module):
         return logits_BTV.to(wide) * (self.logit_scale.to(wide) / self.config.ngpt.scale_std)
 
     def loop_modulation(
-        self, loop_idx: int, num_loops: NumLoops, step_sizes: Tensor | None = None
+        self,
+        loop_idx: int | Tensor,
+        num_loops: NumLoops,
+        step_sizes: Tensor | None = None,
+        *,
+        table: ConditioningTable | None = None,
     ) -> LoopModulation:
-        """Conditioning of one pass, this loop's stored differences included."""
-        device = self.embedding.weight.device
-        mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes, device=device)
+        """Conditioning of one pass, its stored differences included.
+
+        Args:
+            loop_idx, num_loops: of all rows, or one per row, int64 [B] on the CPU; rows of
+                different loops and counts can stand in one call of `loop`.
+            step_sizes: [1 or B, loops], for a model conditioned on time; None for equal steps.
+            table: of the call, which then computes nothing; None to compute.
+
+        Returns: rows [1, 1, ...] where loop and count are ints, else [B, 1, ...].
+        Raises: ValueError for rows whose loops cannot stand in one call.
+        """
+        if isinstance(loop_idx, Tensor):
+            check_rows_mix(self.config, loop_idx, num_loops)
+        if table is not None and step_sizes is None:
+            mod = table.for_loop(loop_idx, num_loops)
+        else:
+            device = self.embedding.weight.device
+            mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes, device=device)
         if self.loop_lora is None:
             return mod
-        return mod._replace(sublayers=self.loop_lora.for_loop(loop_idx, mod.sublayers))
+        sublayers = self.loop_lora.for_loop(loop_idx, mod.sublayers, core=self.core_stack)
+        return mod._replace(sublayers=sublayers)
+
+    def coda_modulation(
+        self, num_loops: NumLoops, *, table: ConditioningTable | None = None
+    ) -> tuple[SublayerModulation, ...] | None:
+        """Conditioning of the coda; rows and table as in `loop_modulation`."""
+        return (self.modulation if table is None else table).for_coda(num_loops)
+
+    def conditioning_table(self, num_loops: NumLoops) -> ConditioningTable:
+        """What calls of these loop counts are conditioned on, computed once for all of them."""
+        return self.modulation.table(num_loops, device=self.embedding.weight.device)
 
     def graft_modulation(self, config: ModulationConfig, *, seed: int = 0) -> None:
         """Add loop-conditioned modulation without changing the one-loop function.
@@ -450,10 +488,14 @@ def detach_rows(x: Tensor, without_grad: Tensor) -> Tensor:
     return torch.where(marks, x.detach(), x)
 
 
-def first_carry(config: ModelConfig, *, is_cached: bool) -> LoopCarry:
-    """The carry before the first loop."""
-    shares = config.loop.cache_policy == "share_first" or config.loop.local_window is not None
-    return LoopCarry(first_keys=() if shares and not is_cached else None)
+def first_carry(config: ModelConfig, state_BTD: Tensor, *, is_cached: bool) -> LoopCarry:
+    """The carry before the first loop of these rows."""
+    is_anchored = config.loop.update == "anchored"
+    return LoopCarry(
+        first_keys=() if shares_first_keys(config) and not is_cached else None,
+        # Of the same kind as a candidate, gradient included, so that all passes are one graph.
+        first_candidate=state_BTD.clone() if is_anchored else None,
+    )
 
 
 def slots_from_carry(

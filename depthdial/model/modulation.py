@@ -1,34 +1,35 @@
 """(loop_idx, num_loops, max_loops) -> plain tensors that condition core and coda.
 
 Every value depends on the loop index, the loop count and the step sizes alone, so it can be
-tabulated. Nothing here sees tokens or states.
-Letters: D model width, R low rank, U distinct loop counts or rows, B rows.
+tabulated. Nothing here sees tokens or states; what the values mean is in `conditioning.py`.
+Letters: D model width, R low rank, U distinct (loop, budget) or rows, B rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import ModelConfig, ModulationConfig, TimeModulationConfig
-from depthdial.model.sublayer import SublayerModulation
-from depthdial.model.update import EntryModulation, UpdateModulation
+from depthdial.layers.primitives import LowRankPair
+from depthdial.model.conditioning import (
+    ConditioningTable,
+    EntryModulation,
+    LoopModulation,
+    SublayerModulation,
+    UpdateModulation,
+    distinct,
+    pick_rows,
+    row_points,
+)
 
-
-class LoopModulation(NamedTuple):
-    """Everything that one pass of the core is conditioned on; None where nothing conditions it."""
-
-    sublayers: tuple[SublayerModulation, ...] | None
-    entry: EntryModulation | None
-    update: UpdateModulation
+Points = Sequence[tuple[int, int]]
+"""(loop index, loop count) of each row of a table."""
 
 
 class SinusoidalEmbedding(nn.Module):
@@ -63,7 +64,10 @@ class ModulatedSublayer(nn.Module):
     def forward(self, condition_UC: Tensor) -> SublayerModulation:
         heads = self.heads(condition_UC)[:, None]
         lam, mu, omega, low_rank_gain = heads.split(self.widths, dim=-1)
-        return SublayerModulation(1 + lam, mu, 1 + omega, low_rank_gain, self.down, self.up)
+        # The parameters themselves, not views of them: autocast keeps its copy of a parameter for
+        # all passes.
+        low_rank = LowRankPair(self.down, self.up)
+        return SublayerModulation(1 + lam, mu, 1 + omega, low_rank_gain, low_rank)
 
 
 class LoopConditioning(nn.Module):
@@ -78,93 +82,69 @@ class LoopConditioning(nn.Module):
         self.bypass_first = config.loop.gate_bypass == "first_only"
         self.has_share = config.loop.update in ("damped", "anchored")
         self.anchor = config.loop.anchor if config.loop.update == "anchored" else None
-        self._table: dict[tuple[int | None, int], LoopModulation] | None = None
 
     def for_loop(
         self,
-        loop_idx: int,
+        loop_idx: int | Tensor,
         num_loops: NumLoops,
         step_sizes: Tensor | None = None,
         *,
         device: torch.device | None = None,
     ) -> LoopModulation:
-        """Conditioning of pass `loop_idx` for rows that run `num_loops` loops.
+        """Conditioning of one pass.
 
         Args:
+            loop_idx, num_loops: of all rows, or one per row, int64 [B] on the CPU.
             step_sizes: [1 or B, loops]; None for equal steps. Only conditioning on time reads it.
             device: of the result where no weights tell it; None for the CPU.
+
+        Returns: rows [1, 1, ...] where loop and count are ints, else [B, 1, ...].
         """
-        return self._for_rows(loop_idx, num_loops, step_sizes, device)
+        if isinstance(loop_idx, int) and isinstance(num_loops, int):
+            return self.loops_at([(loop_idx, num_loops)], device=device)
+        points, row_point_B = distinct(row_points(loop_idx, num_loops))
+        return pick_rows(self.loops_at(points, device=device), row_point_B)
 
     def for_coda(self, num_loops: NumLoops) -> tuple[SublayerModulation, ...] | None:
-        """Conditioning of the coda."""
-        return self._for_rows(None, num_loops, None, None).sublayers
-
-    @contextmanager
-    def tabulated(self) -> Iterator[None]:
-        """Compute each (loop, budget) once, without gradient, while the block runs; weights must
-        not change.
-        """
-        outer = self._table
-        self._table = {} if outer is None else outer
-        try:
-            yield
-        finally:
-            self._table = outer
-
-    def _for_rows(
-        self,
-        loop_idx: int | None,
-        num_loops: NumLoops,
-        step_sizes: Tensor | None,
-        device: torch.device | None,
-    ) -> LoopModulation:
-        """loop_idx None: the coda. One entry per distinct loop count, spread over the rows."""
+        """Conditioning of the coda; rows as in `for_loop`."""
         if isinstance(num_loops, int):
-            return self._entries(loop_idx, (num_loops,), device)
-        distinct, row_entry = torch.unique(num_loops, return_inverse=True)
-        entries = self._entries(loop_idx, tuple(distinct.tolist()), device)
-        return spread_rows(entries, row_entry)
+            return self.codas_at([num_loops])
+        budgets, row_budget_B = distinct(num_loops.tolist())
+        return pick_rows(self.codas_at(budgets), row_budget_B)
 
-    def _entries(
-        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
-    ) -> LoopModulation:
-        if self._table is None:
-            return self._compute(loop_idx, budgets, device)
-        missing = tuple(k for k in budgets if (loop_idx, k) not in self._table)
-        if missing:
-            with torch.no_grad():
-                for k in missing:
-                    self._table[loop_idx, k] = self._compute(loop_idx, (k,), device)
-        if len(budgets) == 1:
-            return self._table[loop_idx, budgets[0]]
-        rows = [self._table[loop_idx, k] for k in budgets]
-        return tree_map(_concatenate, rows[0], *rows[1:])
+    @torch.no_grad()
+    def table(
+        self, num_loops: NumLoops, *, device: torch.device | None = None
+    ) -> ConditioningTable:
+        """Everything that calls of these loop counts read, computed once."""
+        budgets = sorted(set(torch.as_tensor(num_loops).reshape(-1).tolist()))
+        # One by one, as in a call of one loop count: values do not depend on their neighbours.
+        return ConditioningTable(
+            {(i, k): self.loops_at(((i, k),), device=device) for k in budgets for i in range(k)},
+            {k: self.codas_at((k,)) for k in budgets},
+        )
 
-    def _compute(
-        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
-    ) -> LoopModulation:
-        """One row per budget, [U, 1, .]; device: of the result where no weights tell it."""
-        if loop_idx is None:
-            return LoopModulation(None, None, UpdateModulation(None, None))
-        return LoopModulation(None, None, self._fixed(loop_idx, budgets, device))
+    def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
+        """One row per point, [U, 1, ...]; device as in `for_loop`."""
+        return LoopModulation(None, None, self.update_at(points, device))
 
-    def _fixed(
-        self,
-        loop_idx: int,
-        budgets: tuple[int, ...],
-        device: torch.device | None,
-        exit_gain: Tensor | None = None,
+    def codas_at(self, budgets: Sequence[int]) -> tuple[SublayerModulation, ...] | None:
+        """One row per loop count, [U, 1, ...]."""
+        return None
+
+    def update_at(
+        self, points: Points, device: torch.device | None, exit_gain: Tensor | None = None
     ) -> UpdateModulation:
         """What the config and the loop count fix about the update."""
-        bypass = share = anchor = None
+        bypass = share = anchor = is_first = None
         if self.bypass_first:
-            bypass = torch.full((), float(loop_idx == 0), device=device)
+            bypass = _column([float(i == 0) for i, _ in points], device)
         if self.has_share:
-            share = _column([1 / k for k in budgets], device)
+            share = _column([1 / k for _, k in points], device)
         if self.anchor is not None:
-            anchor = _column([self.anchor * (loop_idx == k - 1) for k in budgets], device)
-        return UpdateModulation(exit_gain, bypass, share, anchor)
+            anchor = _column([self.anchor * (i == k - 1) for i, k in points], device)
+            is_first = _column([i == 0 for i, _ in points], device)
+        return UpdateModulation(exit_gain, bypass, share, anchor, is_first)
 
 
 class ELRModulation(LoopConditioning):
@@ -195,42 +175,39 @@ class ELRModulation(LoopConditioning):
         both = torch.cat([self.embedding(progress_U), self.embedding(budget_U)], dim=-1)
         return self.mlp_out(F.silu(self.mlp_in(both.to(self.mlp_in.weight.dtype))))
 
-    def loop_from_condition(
-        self, condition_UC: Tensor, loop_idx: int, budgets: tuple[int, ...]
-    ) -> LoopModulation:
-        """Heads applied to condition vectors of one pass, one row each."""
-        lam, mu, eta = self.entry(condition_UC)[:, None].chunk(3, dim=-1)
-        # The first loop's exceptions are values, not branches: entry unchanged, pi_1 = 1.
-        later = float(loop_idx > 0)
-        normed = later if self.keeps_one_loop else 0.0
-        entry = EntryModulation(
-            raw_gain=torch.full_like(lam, 1 - normed),
-            norm_gain=normed + later * lam,
-            shift=later * mu,
-            eta=later * eta,
-        )
-        exit_gain = (1 - normed) + self.exit(condition_UC)[:, None]
-        sublayers = tuple(sublayer(condition_UC) for sublayer in self.core)
-        update = self._fixed(loop_idx, budgets, condition_UC.device, exit_gain)
-        return LoopModulation(sublayers, entry, update)
-
-    def coda_from_condition(self, condition_UC: Tensor) -> tuple[SublayerModulation, ...]:
-        """Heads of the coda's sublayers applied to condition vectors, one row each."""
-        return tuple(sublayer(condition_UC) for sublayer in self.coda)
-
-    def _compute(
-        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
-    ) -> LoopModulation:
+    def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
         device = self.mlp_in.weight.device
         # fp32 under autocast: a handful of vectors, and progress must not be rounded to 8 bits.
         with torch.autocast(device.type, enabled=False):
-            k = torch.tensor(budgets, dtype=torch.float32, device=device)
-            if loop_idx is None:
-                condition_UC = self.condition(torch.ones_like(k), k / self.max_loops)
-                sublayers = self.coda_from_condition(condition_UC)
-                return LoopModulation(sublayers, None, UpdateModulation(None, None))
-            condition_UC = self.condition((loop_idx + 1) / k, k / self.max_loops)
-            return self.loop_from_condition(condition_UC, loop_idx, budgets)
+            loop_U, k_U = torch.tensor(points, dtype=torch.float32, device=device).unbind(dim=1)
+            # (i + 1) times 1 / k, not (i + 1) / k, which rounds otherwise: models are trained so.
+            condition_UC = self.condition((loop_U + 1) * k_U.reciprocal(), k_U / self.max_loops)
+            return self.loops_from_condition(condition_UC, points)
+
+    def codas_at(self, budgets: Sequence[int]) -> tuple[SublayerModulation, ...]:
+        device = self.mlp_in.weight.device
+        with torch.autocast(device.type, enabled=False):
+            k_U = torch.tensor(budgets, dtype=torch.float32, device=device)
+            condition_UC = self.condition(torch.ones_like(k_U), k_U / self.max_loops)
+            return self.codas_from_condition(condition_UC)
+
+    def loops_from_condition(self, condition_UC: Tensor, points: Points) -> LoopModulation:
+        """Heads applied to condition vectors of passes, one row each."""
+        lam, mu, eta = self.entry(condition_UC)[:, None].chunk(3, dim=-1)
+        # A first loop's exceptions are values, not branches: entry unchanged, pi_1 = 1.
+        later = _column([float(i > 0) for i, _ in points], lam.device).to(lam.dtype)
+        normed = later * float(self.keeps_one_loop)
+        entry = EntryModulation(
+            raw_gain=1 - normed, norm_gain=normed + later * lam, shift=later * mu, eta=later * eta
+        )
+        exit_gain = (1 - normed) + self.exit(condition_UC)[:, None]
+        sublayers = tuple(sublayer(condition_UC) for sublayer in self.core)
+        update = self.update_at(points, condition_UC.device, exit_gain)
+        return LoopModulation(sublayers, entry, update)
+
+    def codas_from_condition(self, condition_UC: Tensor) -> tuple[SublayerModulation, ...]:
+        """Heads of the coda's sublayers applied to condition vectors, one row each."""
+        return tuple(sublayer(condition_UC) for sublayer in self.coda)
 
 
 class TimeSublayer(nn.Module):
@@ -271,63 +248,43 @@ class TimeModulation(LoopConditioning):
         time_UD = self.time_out(F.silu(self.time_in(time_UE)))
         return time_UD + self.step_out(F.silu(self.step_in(step_UE)))
 
-    def _for_rows(
+    def for_loop(
         self,
-        loop_idx: int | None,
+        loop_idx: int | Tensor,
         num_loops: NumLoops,
-        step_sizes: Tensor | None,
-        device: torch.device | None,
+        step_sizes: Tensor | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> LoopModulation:
-        if loop_idx is None or step_sizes is None:
-            return super()._for_rows(loop_idx, num_loops, None, device)
-        rows = len(step_sizes)
-        budgets = (num_loops,) * rows if isinstance(num_loops, int) else tuple(num_loops.tolist())
+        if step_sizes is None:
+            return super().for_loop(loop_idx, num_loops)
+        rows = row_points(loop_idx, num_loops, num_rows=len(step_sizes))
+        steps = step_sizes.to(torch.float64).expand(len(rows), -1)
+        loop_B1 = torch.tensor([i for i, _ in rows])[:, None]
         # Summed in float64: a sum of many float32 steps of 1/L misses the grid that was trained.
-        steps = step_sizes.to(torch.float64)
-        start_U = steps[:, :loop_idx].sum(dim=1)
-        return self._at(start_U, steps[:, loop_idx], loop_idx, budgets)
+        is_before = torch.arange(steps.shape[1]) < loop_B1
+        time_B = torch.where(is_before, steps, 0.0).sum(dim=1)
+        return self._at(time_B, steps.gather(1, loop_B1)[:, 0], rows)
 
-    def _compute(
-        self, loop_idx: int | None, budgets: tuple[int, ...], device: torch.device | None
-    ) -> LoopModulation:
-        if loop_idx is None:
-            return super()._compute(loop_idx, budgets, device)
-        k = torch.tensor(budgets, dtype=torch.float64)
-        return self._at(loop_idx / k, 1 / k, loop_idx, budgets)
+    def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
+        loop_U, k_U = torch.tensor(points, dtype=torch.float64).unbind(dim=1)
+        share_U = k_U.reciprocal()
+        return self._at(loop_U * share_U, share_U, points)
 
-    def _at(
-        self, time_U: Tensor, step_U: Tensor, loop_idx: int, budgets: tuple[int, ...]
-    ) -> LoopModulation:
+    def _at(self, time_U: Tensor, step_U: Tensor, points: Points) -> LoopModulation:
         device = self.time_in.weight.device
         # fp32 under autocast: a handful of vectors, and times must not be rounded to 8 bits.
         with torch.autocast(device.type, enabled=False):
             condition_UD = self.condition(time_U.float().to(device), step_U.float().to(device))
             sublayers = tuple(sublayer(condition_UD) for sublayer in self.core)
-        return LoopModulation(sublayers, None, self._fixed(loop_idx, budgets, device))
+        return LoopModulation(sublayers, None, self.update_at(points, device))
 
 
-def _column(values: list[float], device: torch.device | None) -> Tensor:
+def _column(values: Sequence[float | bool], device: torch.device | None) -> Tensor:
     """[U, 1, 1]; a single value is written on the device, without a copy from the CPU."""
     if len(values) == 1:
         return torch.full((1, 1, 1), values[0], device=device)
     return torch.tensor(values, device=device)[:, None, None]
-
-
-def spread_rows(modulation: LoopModulation, row_entry_B: Tensor) -> LoopModulation:
-    """Give each row its entry: [U, 1, .] -> [B, 1, .]; factors shared by all rows stay."""
-    return tree_map(
-        lambda t: t.index_select(0, row_entry_B.to(t.device)) if _is_per_budget(t) else t,
-        modulation,
-    )
-
-
-def _is_per_budget(leaf: Tensor | None) -> bool:
-    """[U, 1, .] values differ by budget; factors [R, D] and absent values do not."""
-    return leaf is not None and leaf.ndim == 3
-
-
-def _concatenate(*leaves: Tensor | None) -> Tensor | None:
-    return torch.cat(leaves) if _is_per_budget(leaves[0]) else leaves[0]
 
 
 def make_conditioning(config: ModelConfig) -> LoopConditioning:

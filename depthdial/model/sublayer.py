@@ -13,18 +13,18 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.cache.state import Block
 from depthdial.config import LETTERS, ModelConfig, SlotKind
-from depthdial.layers.attention import ATTENTION, SLIDING_ATTENTION, HeadGains
+from depthdial.layers.attention import ATTENTION, SLIDING_ATTENTION
 from depthdial.layers.feed_forward import FEED_FORWARD
 from depthdial.layers.layer_type import LayerType, Place, PlacedLayer
 from depthdial.layers.normalised import unit_length
-from depthdial.layers.primitives import Deltas, RMSNorm
+from depthdial.layers.primitives import RMSNorm, apply_matrix
 from depthdial.layers.state import KVSlot
 from depthdial.model.call import ForwardContext
+from depthdial.model.conditioning import UNMODULATED, SublayerModulation
 
 LAYERS: dict[str, LayerType] = {
     "A": ATTENTION,
@@ -79,30 +79,6 @@ def split_mixer_name(name: str, placed: Placed) -> tuple[PlacedLayer, str] | Non
         return None
     block, number, inner = match.groups()
     return placed[block][int(number)], inner
-
-
-class SublayerModulation(NamedTuple):
-    """Conditioning of one sublayer; None where nothing conditions it.
-
-    scale [., 1, D] multiplies the norm's gain, shift is added after it, gain multiplies the
-    branch: 1 + lambda, mu and 1 + omega of ELR section 3.4, stored whole. low_rank_gain [., 1, R]
-    is g, down_RD is B and up_DR is A of its low-rank path. The first dimension is 1 or B.
-    deltas, norm_gain [D], post_norm_gain [D] and head_gains are stored differences of this loop.
-    """
-
-    scale: Tensor | None = None
-    shift: Tensor | None = None
-    gain: Tensor | None = None
-    low_rank_gain: Tensor | None = None
-    down_RD: Tensor | None = None
-    up_DR: Tensor | None = None
-    deltas: Deltas | None = None
-    norm_gain: Tensor | None = None
-    post_norm_gain: Tensor | None = None
-    head_gains: HeadGains | None = None
-
-
-UNMODULATED = SublayerModulation()
 
 
 class Sublayer(nn.Module):
@@ -214,10 +190,10 @@ def mix(
 
 def low_rank_path(x_tilde_BTD: Tensor, mod: SublayerModulation) -> Tensor:
     """x_hat = x_tilde + A (g * B x_tilde). Source: ELR section 3.4."""
-    assert mod.low_rank_gain is not None and mod.down_RD is not None and mod.up_DR is not None
-    low_rank_BTR = F.linear(x_tilde_BTD, mod.down_RD)
+    assert mod.low_rank_gain is not None and mod.low_rank is not None
+    low_rank_BTR = apply_matrix(x_tilde_BTD, mod.low_rank.down)
     low_rank_BTR = (mod.low_rank_gain * low_rank_BTR).to(low_rank_BTR.dtype)
-    return x_tilde_BTD + F.linear(low_rank_BTR, mod.up_DR)
+    return x_tilde_BTD + apply_matrix(low_rank_BTR, mod.low_rank.up)
 
 
 class Stack(nn.ModuleList):

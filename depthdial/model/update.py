@@ -16,36 +16,11 @@ from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, UpdateName
 from depthdial.layers.primitives import rms_normalise, wide_dtype
+from depthdial.model.conditioning import EntryModulation, UpdateModulation
 from depthdial.model.noise import truncated_normal
 
 MAX_LOG_DECAY = 20.0
 """Above log(width) of any model, whose published decays start at log(1), ..., log(width)."""
-
-
-class EntryModulation(NamedTuple):
-    """z = raw_gain * s + norm_gain * RMSNorm(s) + shift + eta * h_in, each [1 or B, 1, D].
-
-    The first loop has raw_gain 1 and zeros elsewhere, so it enters unchanged.
-    """
-
-    raw_gain: Tensor
-    norm_gain: Tensor
-    shift: Tensor
-    eta: Tensor
-
-
-class UpdateModulation(NamedTuple):
-    """Conditioning of the update, [1 or B, 1, D] or broadcastable; None where there is none.
-
-    exit_gain multiplies the rate (pi_i + g_exit of ELR); gate_bypass is 1 where the candidate
-    replaces the state exactly and 0 elsewhere; loop_share is 1 / k; anchor is the weight of the
-    first candidate, non-zero after the last loop only.
-    """
-
-    exit_gain: Tensor | None
-    gate_bypass: Tensor | None
-    loop_share: Tensor | None = None
-    anchor: Tensor | None = None
 
 
 class GateParams(NamedTuple):
@@ -157,7 +132,8 @@ def residual(
     next_BTD = prev_BTD + added_BTD.to(prev_BTD.dtype)
     if mod.gate_bypass is None:
         return next_BTD
-    return torch.lerp(next_BTD, candidate_BTD.to(next_BTD.dtype), mod.gate_bypass)
+    bypass = mod.gate_bypass.to(next_BTD.dtype)
+    return torch.lerp(next_BTD, candidate_BTD.to(next_BTD.dtype), bypass)
 
 
 def delta(

@@ -7,6 +7,7 @@ from depthdial.cache.contiguous import LoopCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
+from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.stopping_rules import STOPPING_RULES, stopping_rule
 
@@ -60,7 +61,7 @@ def count_rows(model, monkeypatch, stack):
 
 @pytest.mark.parametrize("name", STOPPING_RULES)
 def test_every_row_gets_the_logits_of_its_own_loop_count(model, tokens_BT, name):
-    run = run_until(model, tokens_BT, rule=rule_named(name), max_loops=K)
+    run = run_until(model, Call(tokens_BT, num_loops=K), rule=rule_named(name))
     assert 1 < len(run.loops_B.unique()), "the threshold tells the rows of the toy apart"
     with torch.no_grad():
         expected = model(tokens_BT, num_loops=run.loops_B)
@@ -70,7 +71,7 @@ def test_every_row_gets_the_logits_of_its_own_loop_count(model, tokens_BT, name)
 @pytest.mark.parametrize("name", STOPPING_RULES)
 def test_a_row_stops_at_the_first_value_that_the_rule_takes(model, tokens_BT, name):
     rule = rule_named(name)
-    run = run_until(model, tokens_BT, rule=rule, max_loops=K)
+    run = run_until(model, Call(tokens_BT, num_loops=K), rule=rule)
     for values_L, loops in zip(run.values_BL, run.loops_B.tolist(), strict=True):
         stops = rule.stops(values_L[:loops]).tolist()
         assert not any(stops[:-1]) and (stops[-1] or loops == K)
@@ -86,9 +87,9 @@ def test_padded_rows_of_a_batch_equal_solo_rows(model, name, side):
     for row, prompt in enumerate(PROMPTS):
         place = slice(longest - len(prompt), None) if side == "left" else slice(len(prompt))
         tokens[row, place], real[row, place] = torch.tensor(prompt), True
-    run = run_until(model, tokens, rule=rule, max_loops=K, padding_mask_BT=real.long())
+    run = run_until(model, Call(tokens, num_loops=K, padding_mask_BT=real.long()), rule=rule)
     for row, prompt in enumerate(PROMPTS):
-        alone = run_until(model, torch.tensor([prompt]), rule=rule, max_loops=K)
+        alone = run_until(model, Call(torch.tensor([prompt]), num_loops=K), rule=rule)
         assert alone.loops_B[0] == run.loops_B[row]
         torch.testing.assert_close(run.logits_BTV[row, real[row]], alone.logits_BTV[0])
         torch.testing.assert_close(run.values_BL[row], alone.values_BL[0], equal_nan=True)
@@ -96,50 +97,50 @@ def test_padded_rows_of_a_batch_equal_solo_rows(model, name, side):
 
 def test_a_row_that_stopped_is_not_computed_any_more(model, tokens_BT, monkeypatch):
     rows = count_rows(model, monkeypatch, "core_stack")
-    run = run_until(model, tokens_BT, rule=rule_named("latent_diff"), max_loops=K)
+    run = run_until(model, Call(tokens_BT, num_loops=K), rule=rule_named("latent_diff"))
     assert rows == [int((run.loops_B > i).sum()) for i in range(int(run.loops_B.max()))]
     assert sum(rows) == int(run.loops_B.sum()) < 5 * K
 
 
 def test_rules_on_states_run_the_coda_once(model, tokens_BT, monkeypatch):
     rows = count_rows(model, monkeypatch, "coda_stack")
-    run_until(model, tokens_BT, rule=rule_named("latent_diff"), max_loops=K)
+    run_until(model, Call(tokens_BT, num_loops=K), rule=rule_named("latent_diff"))
     assert rows == [5]
 
 
 def test_rules_on_readouts_run_the_coda_at_their_checks_only(model, tokens_BT, monkeypatch):
     rows = count_rows(model, monkeypatch, "coda_stack")
     rule = stopping_rule("kl", 1e-30, min_loops=2, check_every=3)
-    run_until(model, tokens_BT, rule=rule, max_loops=K)
+    run_until(model, Call(tokens_BT, num_loops=K), rule=rule)
     assert rows == [5, 5, 5]
 
 
 def test_no_value_is_measured_between_checks(model, tokens_BT):
     rule = stopping_rule("latent_diff", 1e-30, min_loops=2, check_every=3)
-    run = run_until(model, tokens_BT, rule=rule, max_loops=K)
+    run = run_until(model, Call(tokens_BT, num_loops=K), rule=rule)
     assert run.values_BL.isnan()[0].tolist() == [True, False, True, True, False, True]
 
 
 def test_rows_stop_only_at_checks(model, tokens_BT):
     rule = stopping_rule("latent_diff", 1e9, min_loops=3)
-    assert run_until(model, tokens_BT, rule=rule, max_loops=K).loops_B.tolist() == [3] * 5
-    assert run_until(model, tokens_BT, rule=rule, max_loops=2).loops_B.tolist() == [2] * 5
+    assert run_until(model, Call(tokens_BT, num_loops=K), rule=rule).loops_B.tolist() == [3] * 5
+    assert run_until(model, Call(tokens_BT, num_loops=2), rule=rule).loops_B.tolist() == [2] * 5
 
 
 def test_q_exit_counts_the_gates_of_passes_it_does_not_check(model, tokens_BT):
-    every = run_until(model, tokens_BT, rule=stopping_rule("q_exit", 1.0), max_loops=K)
+    every = run_until(model, Call(tokens_BT, num_loops=K), rule=stopping_rule("q_exit", 1.0))
     rule = stopping_rule("q_exit", 1.0, min_loops=2, check_every=2)
     torch.testing.assert_close(
-        run_until(model, tokens_BT, rule=rule, max_loops=K).values_BL, every.values_BL
+        run_until(model, Call(tokens_BT, num_loops=K), rule=rule).values_BL, every.values_BL
     )
 
 
 def test_every_row_has_its_own_limit(model, tokens_BT):
     limits = torch.tensor([2, 6, 1, 4, 3])
-    never = run_until(model, tokens_BT, rule=stopping_rule("kl", 1e-30), max_loops=limits)
+    never = run_until(model, Call(tokens_BT, num_loops=limits), rule=stopping_rule("kl", 1e-30))
     assert torch.equal(never.loops_B, limits)
-    limited = run_until(model, tokens_BT, rule=rule_named("kl"), max_loops=limits)
-    free = run_until(model, tokens_BT, rule=rule_named("kl"), max_loops=K)
+    limited = run_until(model, Call(tokens_BT, num_loops=limits), rule=rule_named("kl"))
+    free = run_until(model, Call(tokens_BT, num_loops=K), rule=rule_named("kl"))
     assert torch.equal(limited.loops_B, torch.minimum(free.loops_B, limits))
     with torch.no_grad():
         expected = model(tokens_BT, num_loops=limited.loops_B)
@@ -150,10 +151,8 @@ def test_a_given_initial_state_is_where_the_first_comparison_starts(model, token
     start_BTD = torch.randn(5, 7, 24, generator=torch.Generator().manual_seed(1))
     run = run_until(
         model,
-        tokens_BT,
+        Call(tokens_BT, num_loops=1, initial_state_BTD=start_BTD),
         rule=stopping_rule("convergence", 1e-30),
-        max_loops=1,
-        initial_state_BTD=start_BTD,
     )
     states = []
     with torch.no_grad():
@@ -172,7 +171,7 @@ def test_a_row_of_padding_runs_once_and_reports_nothing(model, tokens_BT, monkey
     mask = torch.ones(5, 7)
     mask[1] = 0
     rule = stopping_rule("kl", 1e-30)
-    run = run_until(model, tokens_BT, rule=rule, max_loops=3, padding_mask_BT=mask)
+    run = run_until(model, Call(tokens_BT, num_loops=3, padding_mask_BT=mask), rule=rule)
     assert rows == [5, 4, 4]
     assert run.loops_B.tolist() == [3, 0, 3, 3, 3]
     assert bool(run.values_BL[1].isnan().all())
@@ -180,14 +179,14 @@ def test_a_row_of_padding_runs_once_and_reports_nothing(model, tokens_BT, monkey
 
 def test_only_calls_of_one_token_are_causal(model, tokens_BT):
     for count, is_causal in ((1, True), (2, False)):
-        run = run_until(model, tokens_BT[:, :count], rule=rule_named("kl"), max_loops=K)
+        run = run_until(model, Call(tokens_BT[:, :count], num_loops=K), rule=rule_named("kl"))
         assert run.is_causal is is_causal
 
 
 def test_half_precision_models_measure_in_fp32(tokens_BT):
     model = make_model().bfloat16()
     for name in STOPPING_RULES:
-        run = run_until(model, tokens_BT, rule=rule_named(name), max_loops=3)
+        run = run_until(model, Call(tokens_BT, num_loops=3), rule=rule_named(name))
         assert run.values_BL.dtype == torch.float32
         assert bool(run.values_BL[:, 0].isfinite().all())
 
@@ -248,13 +247,13 @@ def test_finished_rows_cost_one_pass_per_token(model, monkeypatch):
 @pytest.mark.parametrize("name", ["threshold", "cdf", "q_exit"])
 def test_rules_on_a_gate_need_one(tokens_BT, name):
     with pytest.raises(ValueError, match=f"{name} reads an exit gate, and this model has none"):
-        run_until(make_model(exit_gate="none"), tokens_BT, rule=rule_named(name), max_loops=2)
+        run_until(make_model(exit_gate="none"), Call(tokens_BT, num_loops=2), rule=rule_named(name))
 
 
 def test_an_update_that_completes_in_the_last_loop_is_refused(tokens_BT):
     loop = LoopConfig(update="anchored")
     with pytest.raises(ValueError, match="anchored.*cannot stop"):
-        run_until(make_model(loop=loop), tokens_BT, rule=rule_named("kl"), max_loops=2)
+        run_until(make_model(loop=loop), Call(tokens_BT, num_loops=2), rule=rule_named("kl"))
 
 
 def test_a_core_in_segments_is_refused_before_anything_is_stored(tokens_BT):
@@ -262,14 +261,14 @@ def test_a_core_in_segments_is_refused_before_anything_is_stored(tokens_BT):
     parts = make_model(split=(2, 4, 0), segments=(2, 2), loop=loop, exit_gate="none")
     cache = LoopCache(parts.config, batch_size=5, capacity=9)
     with pytest.raises(ValueError, match=r"segments=\[2, 2\].*cannot stop between"):
-        run_until(parts, tokens_BT, rule=rule_named("kl"), max_loops=2, cache=cache)
+        run_until(parts, Call(tokens_BT, num_loops=2, cache=cache), rule=rule_named("kl"))
     assert cache.num_slots() == 0
 
 
 def test_a_policy_that_counts_from_the_last_loop_is_refused(model, tokens_BT):
     cache = LoopCache(model.config, batch_size=5, capacity=9, policy="parcae:compress-last1")
     with pytest.raises(ValueError, match="compress-last1.*not known before a row stops"):
-        run_until(model, tokens_BT, rule=rule_named("kl"), max_loops=2, cache=cache)
+        run_until(model, Call(tokens_BT, num_loops=2, cache=cache), rule=rule_named("kl"))
     with pytest.raises(ValueError, match="compress-last1"):
         generate(
             model,

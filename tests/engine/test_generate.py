@@ -1,6 +1,9 @@
 """Generation: batches equal solo rows, stops, depths, refusals."""
 
 import copy
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -357,18 +360,20 @@ def test_scores_of_a_row_that_has_ended_are_not_judged(model, monkeypatch):
     """A finished row computes padding, of which nothing is used."""
     first, second = (by_full_forwards(model, p, num_loops=2, count=3) for p in PROMPTS[:2])
     assert first[0] not in second
-    forward, calls = model.forward, []
+    head, calls = model.head, []
 
-    def broken_row(*args, **options):
+    def broken_row(x):
+        logits = head(x)
+        # The first call reads the prompt, whose row has not ended.
+        if calls:
+            logits[0] = float("nan")
         calls.append(1)
-        logits_BTV = forward(*args, **options)
-        logits_BTV[0] = float("nan")
-        return logits_BTV
+        return logits
 
-    monkeypatch.setattr(model, "forward", broken_row)
+    monkeypatch.setattr(model, "head", broken_row)
     settings = {"num_loops": 2, "max_new_tokens": 3, "stop_ids": [first[0]]}
     result = generate(model, PROMPTS[:2], **settings)
-    assert (ids(result), len(calls)) == ([[], second], 2)
+    assert (ids(result), len(calls)) == ([[], second], 3)
 
 
 def test_generation_leaves_no_gradient_and_no_table(model):
@@ -396,3 +401,77 @@ def test_logprobs_are_those_of_a_plain_forward_whatever_the_sampling(model, samp
 
 def test_logprobs_are_left_out_unless_asked_for(model):
     assert generate(model, [[1]], num_loops=1, max_new_tokens=2)[0].logprobs is None
+
+
+# ---- calls that overlap
+
+
+MIXED = itertools.cycle(itertools.product(POLICIES, (1, [3, 2], 4, [1, 4])))
+OVERLAPPING = [
+    {
+        "prompts": [PROMPTS[number % 4], PROMPTS[0]],
+        "num_loops": loops,
+        "cache_policy": policy,
+        "sampling": Sampling(temperature=1.0, seed=number),
+        "max_new_tokens": 4,
+    }
+    for number, (policy, loops) in enumerate(itertools.islice(MIXED, 16))
+]
+"""Sixteen calls with different prompts, loop counts, policies and draws."""
+
+
+def generate_overlapping(model, while_all_run=lambda: None):
+    """The calls of OVERLAPPING in one thread each; every one has its first token before any has its
+    second, and they end one after another."""
+    have_begun = threading.Barrier(len(OVERLAPPING), action=while_all_run)
+    has_ended = [threading.Event() for _ in OVERLAPPING]
+
+    def run(number):
+        def is_complete(new_ids):
+            if not waited:
+                waited.append(True)
+                have_begun.wait(60)
+            return False
+
+        waited = []
+        result = generate(model, is_complete=is_complete, **OVERLAPPING[number])
+        assert number == 0 or has_ended[number - 1].wait(60)
+        has_ended[number].set()
+        return result
+
+    with ThreadPoolExecutor(len(OVERLAPPING)) as pool:
+        return list(pool.map(run, range(len(OVERLAPPING))))
+
+
+def held_by(model):
+    """Everything that the modules of a model hold besides their parameters."""
+    return {
+        name: {key: id(value) for key, value in vars(module).items()}
+        for name, module in model.named_modules()
+    }
+
+
+def test_f15_overlapping_generations_equal_the_same_calls_one_after_another(model):
+    assert generate_overlapping(model) == [generate(model, **call) for call in OVERLAPPING]
+
+
+def test_f15_a_weight_update_after_overlapping_generations_reaches_the_model(model):
+    used, tokens = copy.deepcopy(model), torch.tensor(PROMPTS[:1])
+    generate_overlapping(used)
+    cold = LoopedLM(model.config)
+    with torch.no_grad():
+        for parameter in used.modulation.parameters():
+            parameter.add_(0.1)
+    cold.load_state_dict(used.state_dict())
+    for num_loops in range(1, K + 1):
+        assert torch.equal(used(tokens, num_loops=num_loops), cold(tokens, num_loops=num_loops))
+        expected = ids(generate(cold, PROMPTS, num_loops=num_loops, max_new_tokens=4))
+        assert ids(generate(used, PROMPTS, num_loops=num_loops, max_new_tokens=4)) == expected
+    used(tokens, num_loops=2).sum().backward()
+    assert all(parameter.grad is not None for parameter in used.modulation.parameters())
+
+
+def test_f15_a_call_keeps_nothing_on_the_model_while_it_runs_or_after(model):
+    before, during = held_by(model), []
+    generate_overlapping(model, while_all_run=lambda: during.append(held_by(model)))
+    assert during == [before] and held_by(model) == before

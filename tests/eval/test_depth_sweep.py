@@ -225,9 +225,9 @@ def test_latencies_of_several_models_are_measured_in_turn(monkeypatch):
     first, second = small_model(), small_model(max_loops=1, num_loops=1)
     timed, decode = [], latency._decode_seconds
 
-    def spy(model, num_loops, **lengths):
+    def spy(model, num_loops, table, **lengths):
         timed.append((model, num_loops))
-        return decode(model, num_loops, **lengths)
+        return decode(model, num_loops, table, **lengths)
 
     monkeypatch.setattr(latency, "_decode_seconds", spy)
     sides = [(second, 1), (first, 1), (first, 3)]

@@ -10,6 +10,7 @@ from goldens import close, open_golden, states_of
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.engine.adaptive import run_until
+from depthdial.model.call import Call
 from depthdial.model.halting import (
     exit_distribution,
     mix_by_distribution,
@@ -183,7 +184,9 @@ def test_q_exit_of_single_tokens_takes_the_published_depths():
     case = open_golden("ouro")
     model, v = case.model(), case.vectors
     for i, q in enumerate(v["q_values"].tolist()):
-        run = run_until(model, v["input_ids"][:, :1], rule=stopping_rule("q_exit", q), max_loops=4)
+        run = run_until(
+            model, Call(v["input_ids"][:, :1], num_loops=4), rule=stopping_rule("q_exit", q)
+        )
         assert torch.equal(run.loops_B, v["qexit_loops"][i, :, 0])
         close(run.logits_BTV, v["qexit_logits"][i, :, :1], 1e-4)
 
@@ -203,7 +206,7 @@ def test_six_criteria_token_by_token_on_a_cache_with_gaps(criterion):
     tokens_BT = v["input_ids"]
     cache = LoopCache(model.config, batch_size=2, capacity=14, policy="huginn:latest-m4")
     runs = [
-        run_until(model, tokens_BT[:, t : t + 1], rule=rule, max_loops=8, cache=cache)
+        run_until(model, Call(tokens_BT[:, t : t + 1], num_loops=8, cache=cache), rule=rule)
         for t in range(14)
     ]
     loops_BT = torch.stack([run.loops_B for run in runs], dim=1)
@@ -219,7 +222,7 @@ def test_three_rules_halt_whole_sequences_without_a_cache(name):
     case = open_golden("loopus")
     model, v = case.model(), case.vectors
     rule = stopping_rule(name, float(v[f"halt_param_{name}"]))
-    run = run_until(model, v["input_ids"], rule=rule, max_loops=6)
+    run = run_until(model, Call(v["input_ids"], num_loops=6), rule=rule)
     assert torch.equal(run.loops_B, v[f"halt_step_{name}"])
     close(run.logits_BTV, v[f"logits_halt_{name}"], 5e-5)
     assert not run.is_causal

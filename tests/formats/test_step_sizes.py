@@ -10,6 +10,7 @@ from depthdial.api.model import Model
 from depthdial.data.tokenizer import train_bpe
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
+from depthdial.model.call import Call
 from depthdial.model.checkpoint import save_model
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.stopping_rules import stopping_rule
@@ -64,7 +65,7 @@ def test_rows_may_have_steps_of_their_own(model, prompt):
 
 def test_a_rule_that_never_stops_leaves_the_steps_as_they_are(model, prompt):
     rule = stopping_rule("latent_diff", threshold=1e-30)
-    run = run_until(model, torch.tensor([prompt]), rule=rule, max_loops=3, step_sizes=STEPS)
+    run = run_until(model, Call(torch.tensor([prompt]), num_loops=3, step_sizes=STEPS), rule=rule)
     with torch.no_grad():
         expected = model(torch.tensor([prompt]), num_loops=3, step_sizes=STEPS)
     assert torch.allclose(run.logits_BTV[:, -1], expected[:, -1], atol=1e-5)

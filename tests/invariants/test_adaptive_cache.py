@@ -13,6 +13,7 @@ from toys import MAX_LOOPS, toy_model, toy_tokens
 from depthdial.cache.contiguous import LoopCache
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
+from depthdial.model.call import Call
 from depthdial.model.stopping_rules import StoppingRule
 
 TOLERANCE = 1e-4
@@ -72,7 +73,9 @@ def decoded(model, policy, rule_of, *, depths=DEPTHS):
     found, first = [], 0
     for call, of_rows in enumerate(depths):
         tokens = toy_tokens(3, 24)[:, first : first + (1 if call else 4)]
-        run = run_until(model, tokens, rule=rule_of(of_rows), max_loops=MAX_LOOPS, cache=cache)
+        run = run_until(
+            model, Call(tokens, num_loops=MAX_LOOPS, cache=cache), rule=rule_of(of_rows)
+        )
         assert run.loops_B.tolist() == list(of_rows)
         if not call:
             cache.end_prompt()

@@ -15,7 +15,7 @@ from toys import MAX_LOOPS, VOCAB, toy_config, toy_tokens
 
 from depthdial.config import LoopConfig
 from depthdial.layers.feed_forward import SwiGLU
-from depthdial.layers.primitives import RMSNorm
+from depthdial.layers.primitives import LowRankPair, RMSNorm
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.sublayer import Sublayer, SublayerModulation
 from depthdial.model.update import (
@@ -145,7 +145,7 @@ def test_b14_modulated_sublayer_is_finite_at_extreme_conditioning(precision):
         wide = [leaf(value, dtype, (1, 1, D)) for _ in range(3)]
         low_rank_gain = leaf(value, dtype, (1, 1, R))
         down, up = (torch.randn(R, D) / D**0.5).to(dtype), (torch.randn(D, R) / R**0.5).to(dtype)
-        mod = SublayerModulation(*wide, low_rank_gain, down, up)
+        mod = SublayerModulation(*wide, low_rank_gain, LowRankPair(down, up))
         x = leaf(size, dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             y = sublayer(x, mod=mod, slot=None, ctx=None)

@@ -92,8 +92,8 @@ class Toy:
         """All k conditioned loops and the coda; returns the named values of each loop."""
         state, trace = self.h_in, []
         for loop_idx in range(k):
-            mod = self.modulation.loop_from_condition(
-                self.v["c"][loop_idx + 1, k][None], loop_idx, (k,)
+            mod = self.modulation.loops_from_condition(
+                self.v["c"][loop_idx + 1, k][None], [(loop_idx, k)]
             )
             s_tilde = ADD(state, self.h_in)
             z = enter(s_tilde, self.h_in, mod.entry, eps=1e-6)
@@ -104,7 +104,7 @@ class Toy:
             trace.append(
                 {"s_tilde": s_tilde, "z": z, "r": r, "beta": beta, "factor": factor, "s": state}
             )
-        coda = self.modulation.coda_from_condition(self.v["c"][k, k][None])
+        coda = self.modulation.codas_from_condition(self.v["c"][k, k][None])
         return trace, self._stack(self.coda, state, coda)
 
     @staticmethod
@@ -125,7 +125,7 @@ def assert_close(ours: Tensor, reference: Tensor) -> None:
 
 def test_one_modulated_sublayer_matches(vectors):
     toy = Toy(vectors)
-    mod = toy.modulation.loop_from_condition(vectors["c"][2, 3][None], 1, (3,)).sublayers[0]
+    mod = toy.modulation.loops_from_condition(vectors["c"][2, 3][None], [(1, 3)]).sublayers[0]
     x_tilde = toy.core[0].norm(vectors["sub.x"], scale=mod.scale) + mod.shift
     assert_close(x_tilde, vectors["sub.x_tilde"])
     x_hat = low_rank_path(x_tilde, mod)

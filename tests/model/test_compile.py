@@ -15,6 +15,10 @@ CASES = {
     "a loop without differences": ({"loop_lora": DELTAS | {"sets_by_loop": [-1, 0]}}, 2),
     "keys of the first loop": ({"loop": ELASTIC | {"cache_policy": "share_first"}}, 2),
     "keys of the first loop and own": ({"loop": ELASTIC | {"local_window": 3}}, 2),
+    "anchored, first loop ungated": (
+        {"loop": {"update": "anchored", "gate_bypass": "first_only"}},
+        1,
+    ),
     "equal segments": ({"segments": (2, 2, 2)}, 1),
     "unequal segments": ({"segments": (2, 4)}, 2),
     "segments with differences": (

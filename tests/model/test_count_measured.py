@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.config import CACHE_POLICIES, ModelConfig
+from depthdial.model.call import Call
 from depthdial.model.count import count_parameters, flops_per_token
 from depthdial.model.count.cache import cache_bytes, cache_slots
 from depthdial.model.looped_lm import LoopedLM
@@ -62,13 +63,13 @@ def executed_flops(
     model = LoopedLM(config)
     tokens_BT = torch.randint(config.vocab_size, (1, num_tokens))
     bf16 = torch.autocast("cpu", torch.bfloat16)
-    with torch.no_grad(), bf16, model.modulation.tabulated():
-        model(tokens_BT, num_loops=num_loops)  # fills the table of conditioning tensors
-        cache = None
+    with torch.no_grad(), bf16:
+        table, cache = model.conditioning_table(num_loops), None
         if policy is not None:
             cache = LoopCache(config, batch_size=1, capacity=num_tokens, policy=policy)
         with FlopCounterMode(display=False) as counter:
-            model(tokens_BT, num_loops=num_loops, cache=cache)
+            call = Call(tokens_BT, num_loops=num_loops, cache=cache, table=table)
+            model.head(model.hidden_states(call))
     return counter.get_total_flops()
 
 

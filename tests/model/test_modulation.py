@@ -75,7 +75,7 @@ def test_pass_i_of_k_reads_progress_i_over_k_and_budget_k_over_max(loop_idx, num
     condition = modulation.condition(
         torch.tensor([(loop_idx + 1) / num_loops]), torch.tensor([num_loops / K])
     )
-    expected = modulation.loop_from_condition(condition, loop_idx, (num_loops,))
+    expected = modulation.loops_from_condition(condition, [(loop_idx, num_loops)])
     assert_same(modulation.for_loop(loop_idx, num_loops), expected)
 
 
@@ -83,7 +83,7 @@ def test_pass_i_of_k_reads_progress_i_over_k_and_budget_k_over_max(loop_idx, num
 def test_coda_reads_progress_one_and_its_budget(num_loops):
     modulation = random_modulation()
     condition = modulation.condition(torch.ones(1), torch.tensor([num_loops / K]))
-    assert_same(modulation.for_coda(num_loops), modulation.coda_from_condition(condition))
+    assert_same(modulation.for_coda(num_loops), modulation.codas_from_condition(condition))
 
 
 def test_the_first_loop_depends_on_the_budget():
@@ -170,8 +170,8 @@ def test_each_row_gets_the_values_of_its_own_budget(loop_idx):
 def test_low_rank_factors_are_shared_by_all_rows_and_loops():
     modulation = random_modulation()
     sublayer = modulation.for_loop(1, torch.tensor([2, 3, 2])).sublayers[0]
-    assert sublayer.down_RD is modulation.core[0].down
-    assert sublayer.up_DR is modulation.core[0].up
+    assert sublayer.low_rank.down is modulation.core[0].down
+    assert sublayer.low_rank.up is modulation.core[0].up
 
 
 def test_autocast_does_not_round_the_conditioning():
@@ -184,72 +184,61 @@ def test_autocast_does_not_round_the_conditioning():
 # ---- tables
 
 
-@pytest.mark.parametrize(("loop_idx", "num_loops"), LOOPS)
-def test_tabulated_values_equal_computed_ones(loop_idx, num_loops):
+@pytest.mark.parametrize("num_loops", range(1, K + 1))
+def test_tabulated_values_equal_computed_ones_bit_for_bit(num_loops):
     modulation = random_modulation()
-    expected = modulation.for_loop(loop_idx, num_loops)
-    with modulation.tabulated():
-        for _ in range(2):
-            assert_same(modulation.for_loop(loop_idx, num_loops), expected)
-            assert_same(modulation.for_coda(num_loops), modulation.for_coda(num_loops))
+    table = modulation.table(num_loops)
+    for loop_idx in range(num_loops):
+        expected = modulation.for_loop(loop_idx, num_loops)
+        assert_same(table.for_loop(loop_idx, num_loops), expected)
+    assert_same(table.for_coda(num_loops), modulation.for_coda(num_loops))
 
 
 @pytest.mark.parametrize("loop_idx", range(K))
 def test_tabulated_values_of_mixed_rows_equal_computed_ones(loop_idx):
     modulation = random_modulation()
     depths = torch.tensor([k for k in (4, 2, 3, 4, 1) if k > loop_idx])
+    table = modulation.table(depths)
+    # Entries of a table are computed one by one, those of a pass together: equal up to fp32.
     loop, coda = modulation.for_loop(loop_idx, depths), modulation.for_coda(depths)
-    with modulation.tabulated():
-        # Row by row a budget may be tabulated alone or beside others: same numbers up to fp32.
-        modulation.for_loop(loop_idx, int(depths[0]))
-        for _ in range(2):
-            assert_same(modulation.for_loop(loop_idx, depths), loop, tolerance=1e-6)
-            assert_same(modulation.for_coda(depths), coda, tolerance=1e-6)
+    assert_same(table.for_loop(loop_idx, depths), loop, tolerance=1e-6)
+    assert_same(table.for_coda(depths), coda, tolerance=1e-6)
+
+
+def test_a_tabulated_row_does_not_depend_on_what_else_is_in_the_table():
+    modulation = random_modulation()
+    alone, beside = modulation.table(3), modulation.table(torch.tensor([1, 3, 4, 2]))
+    assert_same(alone.for_loop(1, 3), beside.for_loop(1, 3))
+    mixed = beside.for_loop(torch.tensor([0, 1]), torch.tensor([4, 3]))
+    assert torch.equal(mixed.entry.eta[1:], alone.for_loop(1, 3).entry.eta)
 
 
 def test_a_table_is_computed_once_per_pass_and_budget(monkeypatch):
-    modulation = random_modulation()
-    computed = []
-    original = ELRModulation._compute
+    modulation, computed = random_modulation(), []
+    original = ELRModulation.loops_at
 
-    def counting(self, loop_idx, budgets, device):
-        computed.append((loop_idx, budgets))
-        return original(self, loop_idx, budgets, device)
+    def counting(self, points, *, device=None):
+        computed.extend(points)
+        return original(self, points, device=device)
 
-    monkeypatch.setattr(ELRModulation, "_compute", counting)
-    with modulation.tabulated():
-        for _ in range(3):
-            for loop_idx, num_loops in LOOPS:
-                modulation.for_loop(loop_idx, num_loops)
-            modulation.for_loop(0, torch.tensor([3, 1, 2]))
-    assert len(computed) == len(set(computed)) == K * (K + 1) // 2
+    monkeypatch.setattr(ELRModulation, "loops_at", counting)
+    table = modulation.table(torch.tensor([2, 4, 2]))
+    for _ in range(3):
+        table.for_loop(1, 4)
+        table.for_loop(0, torch.tensor([4, 2, 2]))
+    assert computed == [(0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)]
 
 
 @pytest.mark.parametrize("has_modulation", [True, False])
-def test_a_table_leaves_the_gradient_mode_of_its_block_alone(has_modulation):
+def test_a_table_has_no_gradient_and_leaves_the_gradient_mode_alone(has_modulation):
     plain = make_conditioning(config(modulation=None))
-    conditioning = random_modulation() if has_modulation else plain
-    with conditioning.tabulated():
-        assert torch.is_grad_enabled()
-        assert not any(t.requires_grad for t in leaves(conditioning.for_loop(1, 2).update))
+    table = (random_modulation() if has_modulation else plain).table(2)
+    assert torch.is_grad_enabled()
+    update = table.for_loop(1, 2).update
+    assert not any(t.requires_grad for t in leaves(update))
 
 
-def test_the_table_is_gone_after_the_block():
-    modulation = random_modulation()
-    with modulation.tabulated():
-        before = modulation.for_loop(0, 2).update.exit_gain
-    with torch.no_grad():
-        modulation.exit.bias.add_(1.0)
-    after = modulation.for_loop(0, 2).update.exit_gain
-    torch.testing.assert_close(after, before + 1.0, rtol=0, atol=1e-6)
-    assert after.requires_grad
-
-
-def test_the_table_is_gone_after_an_error_in_the_block():
-    modulation = random_modulation()
-    with pytest.raises(RuntimeError, match="inside"), modulation.tabulated():
-        modulation.for_loop(0, 2)
-        raise RuntimeError("inside")
-    with torch.no_grad():
-        modulation.exit.bias.add_(1.0)
-    assert modulation.for_loop(0, 2).update.exit_gain.requires_grad
+def test_a_table_does_not_outlive_what_it_was_made_for():
+    """A loop count that the table was not made for is no reason to compute it silently."""
+    with pytest.raises(AssertionError, match=r"no \(0, 3\)"):
+        random_modulation().table(2).for_loop(0, 3)
