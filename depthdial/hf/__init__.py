@@ -5,10 +5,12 @@
     model.generate(**tokenizer("Fellow citizens", return_tensors="pt"), num_loops=2)
 
 This is the one module of the package whose import has an effect. The classes are in `hf/config.py`
-(config), `hf/model.py` (model; arguments of a call in `hf/call.py`) and `hf/cache.py` (cache).
+(config), `hf/model.py` (model; arguments of a call in `hf/call.py`, of generation in
+`hf/generation.py`) and `hf/cache.py` (cache).
 Written for transformers 5.18 to 5.29; what differs inside that range: a cache is called `cache`
 since 5.24 and `past_key_values` before, in outputs and arguments. What we rely on beyond the
-public interface: generation calls `_prepare_cache_for_generation` once and
+public interface: generation calls `_prepare_generation_config`,
+`_prepare_cache_for_generation` and `_get_candidate_generator` once and
 `_update_model_kwargs_for_generation` after every call of the model, and slices inputs by
 `Cache.get_seq_length()`; loading puts `base_model_prefix` before names that lack it.
 """

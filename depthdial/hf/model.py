@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthdial.cache.loop_counts import NumLoops, allowed_num_loops
@@ -34,6 +34,11 @@ from depthdial.hf.call import (
 )
 from depthdial.hf.config import DepthdialConfig
 from depthdial.hf.files import bring_to, mixed_formats, widest
+from depthdial.hf.generation import (
+    BoundedCandidates,
+    prepare_saving,
+    take_depth_settings,
+)
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM, last_states
 
@@ -201,6 +206,29 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             num_items_in_batch=num_items(labels, num_items_in_batch),
         )
 
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """As transformers', with the depth settings of the config among the arguments."""
+        merged, arguments = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        return merged, take_depth_settings(merged, self.generation_config, arguments)
+
+    def _get_candidate_generator(
+        self, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> CandidateGenerator:
+        """As transformers', but tokens copied from the prompt end where generation does."""
+        source = super()._get_candidate_generator(generation_config, *args, **kwargs)
+        if generation_config.prompt_lookup_num_tokens is None:
+            return source
+        return BoundedCandidates(source, max_length=generation_config.max_length)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: ValueError; it keeps one entry per token and layer, not one per loop."""
+        raise ValueError(
+            "continuous batching keeps no keys and values of loops; use generate, which takes rows "
+            "of different lengths and loop counts in one batch."
+        )
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,
@@ -213,11 +241,6 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         given = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
         cache = next((value for value in given if value is not None), None)
         policy = model_kwargs.pop("cache_policy", None)
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} has no effect on "
-                "a looped model; its kinds of cache are named by cache_policy."
-            )
         self._check_context(generation_config, model_kwargs.get("attention_mask"))
         is_used = generation_config.use_cache is not False
         check_given(cache, policy=policy, is_used=is_used)
@@ -238,8 +261,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             # It is called again and again with the cache of its first, short call.
             return self.model.config.max_context
-        # Candidates from the prompt may reach beyond the end before they are taken back.
-        return generation_config.max_length + (generation_config.prompt_lookup_num_tokens or 0)
+        return generation_config.max_length
 
     def _check_context(
         self, generation_config: GenerationConfig, attention_mask: Tensor | None
@@ -311,8 +333,10 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """As transformers', under our parameter names: `depthdial.load` reads the directory.
 
-        A file above `max_shard_size` (50 GB) is split; `depthdial.load` needs one file.
+        Warns where the generation config holds a depth setting, which `depthdial.load` does not
+        read. A file above `max_shard_size` (50 GB) is split; `depthdial.load` needs one file.
         """
+        prepare_saving(self.generation_config, save_directory)
         tensors = self.state_dict() if state_dict is None else state_dict
         super().save_pretrained(
             save_directory,
