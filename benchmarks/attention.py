@@ -3,7 +3,7 @@
     python benchmarks/attention.py [--rounds 15] [--out docs/results]
 
 Forward and backward of causal attention on one thread, at equal tokens, both products in turn in
-one process. Writes attention.json and attention.md; the rule in layers/state.py follows it.
+one process. Writes attention.json and attention.md; the rule in layers/attention_ops.py follows it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from depthdial.layers.state import attention, causal_mask, choose_attention
+from depthdial.layers.attention_ops import AttentionSpec, attention, choose_attention
 from depthdial.training.provenance import collect_provenance
 
 TOKENS, HEADS, HEAD_DIM = 4096, 4, 32
@@ -32,9 +32,9 @@ def seconds_of_step(impl: str, length: int, dtype: torch.dtype) -> float:
     """One forward and backward."""
     shape = (TOKENS // length, length, HEADS, HEAD_DIM)
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
-    mask = causal_mask(length, impl=impl, dtype=dtype, device=torch.device("cpu"))
+    spec = AttentionSpec(length, length, dtype, impl).ready(torch.device("cpu"))
     started = time.perf_counter()
-    attention(q, k, v, mask=mask, scale=HEAD_DIM**-0.5).sum().backward()
+    attention(q, k, v, spec=spec, scale=HEAD_DIM**-0.5).sum().backward()
     return time.perf_counter() - started
 
 

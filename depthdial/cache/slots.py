@@ -14,12 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from depthdial.layers.state import (
-    AttentionMask,
-    SharedKV,
-    attention,
-    written,
-)
+from depthdial.layers.attention_ops import AttentionSpec, attention
+from depthdial.layers.state import SharedKV, written
 
 
 class KVBuffer:
@@ -128,9 +124,9 @@ class StoredKV:
         self.buffer = buffer
         self.place = place
 
-    def attend(self, q_BTHC: Tensor, *, mask: AttentionMask, scale: float) -> Tensor:
+    def attend(self, q_BTHC: Tensor, *, spec: AttentionSpec, scale: float) -> Tensor:
         k_BSGC, v_BSGC = self.place.read(self.buffer)
-        return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
+        return attention(q_BTHC, k_BSGC, v_BSGC, spec=spec, scale=scale)
 
 
 class CachedSlot:
@@ -151,13 +147,13 @@ class CachedSlot:
         k_BTGC: Tensor | None,
         v_BTGC: Tensor | None,
         *,
-        mask: AttentionMask,
+        spec: AttentionSpec,
         scale: float,
     ) -> Tensor:
         k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
         self.buffer.put(self.place.rows[:, None], self.place.index_BT, k=k_BTGC, v=v_BTGC)
         k_BSGC, v_BSGC = self.place.read(self.buffer)
-        return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
+        return attention(q_BTHC, k_BSGC, v_BSGC, spec=spec, scale=scale)
 
 
 class OverlaySlot:
@@ -184,7 +180,7 @@ class OverlaySlot:
         k_BTGC: Tensor | None,
         v_BTGC: Tensor | None,
         *,
-        mask: AttentionMask,
+        spec: AttentionSpec,
         scale: float,
     ) -> Tensor:
         k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
@@ -205,7 +201,7 @@ class OverlaySlot:
                 num_averaged=self.num_averaged,
             )
         return attention(
-            q_BTHC, k_BSGC[:, :num_source], v_BSGC[:, :num_source], mask=mask, scale=scale
+            q_BTHC, k_BSGC[:, :num_source], v_BSGC[:, :num_source], spec=spec, scale=scale
         )
 
 
@@ -249,7 +245,7 @@ class LookupSlot:
         k_BTGC: Tensor | None,
         v_BTGC: Tensor | None,
         *,
-        mask: AttentionMask,
+        spec: AttentionSpec,
         scale: float,
     ) -> Tensor:
         k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
@@ -270,8 +266,8 @@ class LookupSlot:
             k_BSGC = torch.where(is_here, k_here, k_BSGC)
             v_BSGC = torch.where(is_here, v_here, v_BSGC)
         if self.lookup.missing_BS is not None:
-            mask = mask.without(self.lookup.missing_BS)
-        return attention(q_BTHC, k_BSGC, v_BSGC, mask=mask, scale=scale)
+            spec = spec.without(self.lookup.missing_BS)
+        return attention(q_BTHC, k_BSGC, v_BSGC, spec=spec, scale=scale)
 
     def _read(self, source: int) -> tuple[Tensor, Tensor]:
         return self.buffers[source].read(self.place.rows, self.place.num_source_tokens)

@@ -175,10 +175,10 @@ class Attention(nn.Module):
         view: AttentionView,
     ) -> Tensor:
         if slot.shared is None:
-            return slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=view.mask, scale=self.scale)
-        assert self.mix_gate is not None and view.local_mask is not None
-        own = slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=view.local_mask, scale=self.scale)
-        first = slot.shared.attend(q_BTHC, mask=view.mask, scale=self.scale)
+            return slot.attend(q_BTHC, k_BTGC, v_BTGC, spec=view.spec, scale=self.scale)
+        assert self.mix_gate is not None and view.local_spec is not None
+        own = slot.attend(q_BTHC, k_BTGC, v_BTGC, spec=view.local_spec, scale=self.scale)
+        first = slot.shared.attend(q_BTHC, spec=view.spec, scale=self.scale)
         return torch.lerp(own, first, self.mix_gate(q_BTHC))
 
 

@@ -54,7 +54,7 @@ class AttentionSpec:
 
     Fields:
         num_queries, num_sources: T and S.
-        impl: product that computes it; dtype: of the products.
+        dtype: of the products; impl: which product computes it.
         place_BT: source column at which each query stands, [1 or B, T]; None for query t at
             column t (a call without a cache).
         real_BT: queries that are no padding; None for all. Padding attends to nothing.
@@ -69,8 +69,8 @@ class AttentionSpec:
 
     num_queries: int
     num_sources: int
-    impl: AttentionImpl
     dtype: torch.dtype
+    impl: AttentionImpl = "sdpa"
     place_BT: Tensor | None = None
     real_BT: Tensor | None = None
     source_real_BS: Tensor | None = None
@@ -94,6 +94,17 @@ class AttentionSpec:
                 self.missing_BS,
             )
         )
+
+    def for_layer(self, window: int | None, *, device: torch.device) -> AttentionSpec:
+        """What layers that see `window` tokens attend to, by the product that is fastest there."""
+        spec = replace(self, window=window)
+        impl = choose_attention(
+            self.dtype,
+            num_source_tokens=self.num_sources,
+            device_type=device.type,
+            is_plain=spec.is_plain,
+        )
+        return replace(spec, impl=impl).ready(device)
 
     def ready(self, device: torch.device) -> AttentionSpec:
         """With the table of all pairs where a product wants one and it is small."""

@@ -81,7 +81,7 @@ class NormalisedAttention(nn.Module):
             k_BTGC = self._unit_heads(k_BTGC, self.num_kv_heads, view)
             v_BTGC = project(self.v_proj, x_BTD, deltas.get("v_proj"))
             v_BTGC = v_BTGC.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        y_BTHC = slot.attend(q_BTHC, k_BTGC, v_BTGC, mask=view.mask, scale=self.scale)
+        y_BTHC = slot.attend(q_BTHC, k_BTGC, v_BTGC, spec=view.spec, scale=self.scale)
         y_BTE = y_BTHC.flatten(2)
         if self.g_proj is not None and self.gate_scale is not None:
             scale_E = (self.gate_scale * self.gate_factor).square()

@@ -19,19 +19,9 @@ from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops, check_num_loops
 from depthdial.cache.state import Block, CacheCall
 from depthdial.config import LETTERS, ModelConfig, Reach, SlotKind, TimeModulationConfig
+from depthdial.layers.attention_ops import AttentionSpec, narrow_rows
 from depthdial.layers.primitives import RotaryTable, rotary_table
-from depthdial.layers.state import (
-    AttentionImpl,
-    AttentionMask,
-    AttentionView,
-    KVSlot,
-    TokenView,
-    UncachedSlot,
-    causal_mask,
-    choose_attention,
-    mask_from_allowed,
-    narrow_rows,
-)
+from depthdial.layers.state import AttentionView, KVSlot, TokenView, UncachedSlot
 from depthdial.model.conditioning import ConditioningTable
 
 LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
@@ -219,37 +209,6 @@ def compute_dtype(device: torch.device, weight_dtype: torch.dtype) -> torch.dtyp
     return weight_dtype
 
 
-@dataclass(frozen=True)
-class _Reach:
-    """Which source tokens each query may attend to, before any window.
-
-    Fields:
-        allowed_BTS: boolean [1 or B, T, S]; None for plain causal attention in this call.
-        query_order_BT, source_order_BS: number of each real token in its row; their difference
-            is the distance where attention is allowed.
-    """
-
-    allowed_BTS: Tensor | None
-    query_order_BT: Tensor
-    source_order_BS: Tensor
-    impl: AttentionImpl
-    dtype: torch.dtype
-
-    def mask(self, window: int | None) -> AttentionMask:
-        """The mask of layers that see `window` tokens, the query included; None for all."""
-        allowed_BTS, order_BT = self.allowed_BTS, self.query_order_BT
-        if allowed_BTS is None and window is None:
-            num_tokens = order_BT.shape[1]
-            return causal_mask(num_tokens, impl=self.impl, dtype=self.dtype, device=order_BT.device)
-        # A table over all pairs of tokens, made only where something needs it.
-        if window is not None:
-            distance_BTS = order_BT[:, :, None] - self.source_order_BS[:, None, :]
-            near_BTS = (distance_BTS >= 0) & (distance_BTS < window)
-            allowed_BTS = near_BTS if allowed_BTS is None else allowed_BTS & near_BTS
-        assert allowed_BTS is not None, "without a table there is a window"
-        return mask_from_allowed(allowed_BTS, impl=self.impl, dtype=self.dtype)
-
-
 def build_context(
     call: Call, config: ModelConfig, *, dtype: torch.dtype
 ) -> tuple[ForwardContext, CacheCall | None]:
@@ -267,19 +226,15 @@ def build_context(
     real_BT = _real_tokens(call.padding_mask_BT, shape)
     cache_call = None
     if call.cache is None:
-        reach = _reach_in_call(tokens_BT, real_BT, document_ids_BT, dtype=dtype)
+        spec = _spec_in_call(tokens_BT, real_BT, document_ids_BT, dtype=dtype)
     else:
         cache_call = call.cache.open_call(shape, real_BT=real_BT, document_ids_BT=document_ids_BT)
-        reach = _reach_in_cache(cache_call, dtype=dtype)
-    if positions_BT is None and reach.allowed_BTS is None:
-        positions_BT = torch.arange(shape[1], device=tokens_BT.device)[None]
-    elif positions_BT is None:
-        # A token's position is the number of earlier tokens it may attend to: it counts from the
-        # first real token of its own document, whatever stands before it in the buffer.
-        positions_BT = (reach.allowed_BTS.sum(dim=-1) - 1).clamp(min=0)
+        spec = _spec_in_cache(cache_call, dtype=dtype)
+    if positions_BT is None:
+        positions_BT = spec.default_positions(tokens_BT.device)
     token_view = TokenView(real_BT, _document_starts(real_BT, document_ids_BT, cache_call))
-    views = _views(tokens_BT, positions_BT, config, reach=reach, token_view=token_view)
-    return ForwardContext(tokens_BT, positions_BT, views, reach.dtype), cache_call
+    views = _views(tokens_BT, positions_BT, config, spec=spec, token_view=token_view)
+    return ForwardContext(tokens_BT, positions_BT, views, spec.dtype), cache_call
 
 
 def _views(
@@ -287,7 +242,7 @@ def _views(
     positions_BT: Tensor,
     config: ModelConfig,
     *,
-    reach: _Reach,
+    spec: AttentionSpec,
     token_view: TokenView,
 ) -> dict[str, AttentionView | TokenView]:
     """One view per letter whose layers have a slot; letters of equal reach share theirs."""
@@ -299,13 +254,15 @@ def _views(
             continue
         own = LETTERS[letter].reach(config)
         if own is not None and own not in made:
-            local_mask = None
+            local_spec = None
             if local_window is not None:
-                local_mask = reach.mask(min(local_window, own.window or local_window))
+                local_spec = spec.for_layer(
+                    min(local_window, own.window or local_window), device=tokens_BT.device
+                )
             made[own] = AttentionView(
-                mask=reach.mask(own.window),
-                rotary=_rotary(positions_BT, config, own, dtype=reach.dtype),
-                local_mask=local_mask,
+                spec=spec.for_layer(own.window, device=tokens_BT.device),
+                rotary=_rotary(positions_BT, config, own, dtype=spec.dtype),
+                local_spec=local_spec,
                 tokens_BT=tokens_BT,
             )
         views[letter] = made[own]
@@ -347,40 +304,39 @@ def _document_starts(
     return is_real_BT & ((before_BT < 0) | (ids_before_BT != document_ids_BT))
 
 
-def _reach_in_call(
+def _spec_in_call(
     tokens_BT: Tensor,
     real_BT: Tensor | None,
     document_ids_BT: Tensor | None,
     *,
     dtype: torch.dtype,
-) -> _Reach:
-    """Without cache: this call's tokens alone."""
-    num_tokens, device = tokens_BT.shape[1], tokens_BT.device
-    impl = choose_attention(dtype, num_source_tokens=num_tokens, device_type=device.type)
-    order_BT = torch.arange(num_tokens, device=device)[None]
-    if real_BT is None and document_ids_BT is None:
-        return _Reach(None, order_BT, order_BT, impl, dtype)
-    allowed_BTS = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
-    if real_BT is not None:
-        allowed_BTS = allowed_BTS & real_BT[:, None, :] & real_BT[:, :, None]
-        order_BT = real_BT.long().cumsum(dim=1)
-    if document_ids_BT is not None:
-        allowed_BTS = allowed_BTS & (document_ids_BT[:, None, :] == document_ids_BT[:, :, None])
-    return _Reach(allowed_BTS, order_BT, order_BT, impl, dtype)
+) -> AttentionSpec:
+    """Without cache: over this call's tokens alone."""
+    num_tokens = tokens_BT.shape[1]
+    return AttentionSpec(
+        num_tokens,
+        num_tokens,
+        dtype,
+        real_BT=real_BT,
+        source_real_BS=real_BT,
+        document_ids_BT=document_ids_BT,
+        source_document_ids_BS=document_ids_BT,
+    )
 
 
-def _reach_in_cache(call: CacheCall, *, dtype: torch.dtype) -> _Reach:
+def _spec_in_cache(call: CacheCall, *, dtype: torch.dtype) -> AttentionSpec:
     """Over cached positions and this call's."""
     index_BT, num_source = call.place.index_BT, call.place.num_source_tokens
-    device = index_BT.device
-    impl = choose_attention(dtype, num_source_tokens=num_source, device_type=device.type)
-    source_S = torch.arange(num_source, device=device)
-    allowed_BTS = (source_S <= index_BT[..., None]) & call.real_BT[..., None]
-    if call.source_document_ids_BS is not None and call.document_ids_BT is not None:
-        source_ids_BS = call.source_document_ids_BS[:, :num_source]
-        same_document = source_ids_BS[:, None, :] == call.document_ids_BT[..., None]
-        allowed_BTS = allowed_BTS & same_document
-    return _Reach(allowed_BTS, index_BT, source_S[None], impl, dtype)
+    ids_BS = call.source_document_ids_BS
+    return AttentionSpec(
+        index_BT.shape[1],
+        num_source,
+        dtype,
+        place_BT=index_BT,
+        real_BT=call.real_BT,
+        document_ids_BT=call.document_ids_BT,
+        source_document_ids_BS=None if ids_BS is None else ids_BS[:, :num_source],
+    )
 
 
 def _real_tokens(padding_mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor | None:

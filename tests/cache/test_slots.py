@@ -12,9 +12,25 @@ from depthdial.cache.slots import (
     StoredKV,
     WritePlace,
 )
-from depthdial.layers.state import ReadOnlySlot, attention, mask_from_allowed
+from depthdial.layers.attention_ops import (
+    AttentionSpec,
+    AttentionTable,
+    attention,
+    blocked_score,
+)
+from depthdial.layers.state import ReadOnlySlot
 
 SCALE = 0.3
+
+
+def spec_from(allowed_BTS, *, impl="sdpa", dtype=torch.float32):
+    """A spec whose table says who may attend to whom, pair by pair."""
+    bias_BTS = torch.zeros(allowed_BTS.shape, dtype=dtype)
+    bias_BTS = bias_BTS.masked_fill(~allowed_BTS, blocked_score(dtype))[:, None]
+    table = AttentionTable(bias_BTS, allowed_BTS.any(dim=-1))
+    _, num_queries, num_sources = allowed_BTS.shape
+    places_BT = torch.zeros(1, num_queries, dtype=torch.int64)
+    return AttentionSpec(num_queries, num_sources, dtype, impl, place_BT=places_BT, table=table)
 
 
 def qkv(tokens, *, batch=1, seed=0):
@@ -31,7 +47,7 @@ def place(rows, positions, num_source_tokens):
 def causal(first, last, batch=1):
     """Queries at first..last-1 of `last` positions."""
     allowed = torch.ones(last, last, dtype=torch.bool).tril()[None, first:last]
-    return mask_from_allowed(allowed.expand(batch, -1, -1), impl="sdpa", dtype=torch.float32)
+    return spec_from(allowed.expand(batch, -1, -1), impl="sdpa", dtype=torch.float32)
 
 
 def filled(tokens, *, capacity=5, seed=3):
@@ -45,11 +61,11 @@ def filled(tokens, *, capacity=5, seed=3):
 def test_cached_slot_attends_over_stored_and_new_tokens_of_its_own_row():
     buffer = KVBuffer(num_rows=3, capacity=5)
     q, k, v = qkv(4)
-    expected = attention(q, k, v, mask=causal(0, 4), scale=SCALE)
+    expected = attention(q, k, v, spec=causal(0, 4), scale=SCALE)
     for first, last in ((0, 3), (3, 4)):
         slot = CachedSlot(buffer, place([1], list(range(first, last)), last))
         new = [t[:, first:last] for t in (q, k, v)]
-        y = slot.attend(*new, mask=causal(first, last), scale=SCALE)
+        y = slot.attend(*new, spec=causal(first, last), scale=SCALE)
         torch.testing.assert_close(y, expected[:, first:last], rtol=0, atol=1e-6)
     assert buffer.k[[0, 2]].count_nonzero() == 0
 
@@ -60,7 +76,7 @@ def test_attending_twice_at_the_same_position_overwrites():
     slot = CachedSlot(buffer, place([0], [0], 1))
     for seed in (0, 1):
         q, k, v = qkv(1, seed=seed)
-        slot.attend(q, k, v, mask=causal(0, 1), scale=SCALE)
+        slot.attend(q, k, v, spec=causal(0, 1), scale=SCALE)
     assert torch.equal(buffer.k[:, :1], k)
     assert torch.equal(buffer.v[:, :1], v)
     assert buffer.k[:, 1:].count_nonzero() == 0
@@ -122,10 +138,10 @@ def test_read_only_slot_reads_what_another_wrote_and_takes_no_keys():
     q, new_k, new_v = qkv(1)
     slot = ReadOnlySlot(StoredKV(buffer, place([0], [2], 3)))
     assert slot.is_read_only
-    y = slot.attend(q, None, None, mask=causal(2, 3), scale=SCALE)
-    assert torch.equal(y, attention(q, k, v, mask=causal(2, 3), scale=SCALE))
+    y = slot.attend(q, None, None, spec=causal(2, 3), scale=SCALE)
+    assert torch.equal(y, attention(q, k, v, spec=causal(2, 3), scale=SCALE))
     with pytest.raises(AssertionError, match="read-only"):
-        slot.attend(q, new_k, new_v, mask=causal(2, 3), scale=SCALE)
+        slot.attend(q, new_k, new_v, spec=causal(2, 3), scale=SCALE)
 
 
 def test_cached_slot_hands_on_the_view_that_it_shares():
@@ -133,8 +149,8 @@ def test_cached_slot_hands_on_the_view_that_it_shares():
     where = place([0], [2], 3)
     slot = CachedSlot(KVBuffer(1, 5), where, shared=StoredKV(first, where))
     q, _, _ = qkv(1)
-    y = slot.shared.attend(q, mask=causal(2, 3), scale=SCALE)
-    assert torch.equal(y, attention(q, k, v, mask=causal(2, 3), scale=SCALE))
+    y = slot.shared.attend(q, spec=causal(2, 3), scale=SCALE)
+    assert torch.equal(y, attention(q, k, v, spec=causal(2, 3), scale=SCALE))
     assert slot.buffer.k is None
 
 
@@ -143,17 +159,17 @@ def test_overlay_slot_reads_its_own_entries_and_stores_nothing(capacity):
     buffer, k, v = filled(3, capacity=capacity)
     q, own_k, own_v = qkv(1)
     slot = OverlaySlot(buffer, place([0], [2], 3))
-    y = slot.attend(q, own_k, own_v, mask=causal(2, 3), scale=SCALE)
+    y = slot.attend(q, own_k, own_v, spec=causal(2, 3), scale=SCALE)
     both = [torch.cat([old[:, :2], own], 1) for old, own in ((k, own_k), (v, own_v))]
-    assert torch.equal(y, attention(q, *both, mask=causal(2, 3), scale=SCALE))
+    assert torch.equal(y, attention(q, *both, spec=causal(2, 3), scale=SCALE))
     assert torch.equal(buffer.k[:, :3], k)
 
 
 def test_overlay_slot_on_an_empty_buffer_reads_its_own_entries():
     q, k, v = qkv(2)
     buffer = KVBuffer(1, 2)
-    y = OverlaySlot(buffer, place([0], [0, 1], 2)).attend(q, k, v, mask=causal(0, 2), scale=SCALE)
-    assert torch.equal(y, attention(q, k, v, mask=causal(0, 2), scale=SCALE))
+    y = OverlaySlot(buffer, place([0], [0, 1], 2)).attend(q, k, v, spec=causal(0, 2), scale=SCALE)
+    assert torch.equal(y, attention(q, k, v, spec=causal(0, 2), scale=SCALE))
     assert buffer.k.count_nonzero() == 0
 
 
@@ -163,10 +179,10 @@ def test_overlay_slot_keeps_padding_out_of_what_it_reads():
     q, own_k, own_v = qkv(2)
     where = WritePlace(torch.tensor([0]), torch.tensor([[5, 2]]), 3)
     allowed = torch.tensor([[[False] * 3, [True] * 3]])
-    mask = mask_from_allowed(allowed, impl="sdpa", dtype=torch.float32)
-    y = OverlaySlot(buffer, where).attend(q, own_k, own_v, mask=mask, scale=SCALE)
+    spec = spec_from(allowed, impl="sdpa", dtype=torch.float32)
+    y = OverlaySlot(buffer, where).attend(q, own_k, own_v, spec=spec, scale=SCALE)
     both = [torch.cat([old, own[:, 1:]], 1) for old, own in ((k, own_k), (v, own_v))]
-    expected = attention(q[:, 1:], *both, mask=causal(2, 3), scale=SCALE)
+    expected = attention(q[:, 1:], *both, spec=causal(2, 3), scale=SCALE)
     torch.testing.assert_close(y[:, 1:], expected, rtol=0, atol=1e-6)
     assert y[:, 0].count_nonzero() == 0
 
@@ -175,7 +191,7 @@ def test_overlay_slot_can_join_the_stored_mean():
     buffer, k, v = filled(3)
     q, own_k, own_v = qkv(1)
     slot = OverlaySlot(buffer, place([0], [2], 3), num_averaged=1)
-    slot.attend(q, own_k, own_v, mask=causal(2, 3), scale=SCALE)
+    slot.attend(q, own_k, own_v, spec=causal(2, 3), scale=SCALE)
     torch.testing.assert_close(buffer.k[:, 2:3], (k[:, 2:] + own_k) / 2)
     torch.testing.assert_close(buffer.v[:, 2:3], (v[:, 2:] + own_v) / 2)
     assert torch.equal(buffer.k[:, :2], k[:, :2])
@@ -197,7 +213,7 @@ def test_lookup_slot_writes_and_reads_row_by_row_and_token_by_token():
         missing_BS=torch.tensor([[False] * 4, [False, True, False, False]]),
     )
     slot = LookupSlot(buffers, place([0, 1], [3], 4), lookup=lookup)
-    y = slot.attend(q, own_k, own_v, mask=causal(3, 4, batch=2), scale=SCALE)
+    y = slot.attend(q, own_k, own_v, spec=causal(3, 4, batch=2), scale=SCALE)
     for row, tokens in ((0, [(0, 0), (1, 1), (0, 2)]), (1, [(1, 0), (0, 2)])):
         read = [
             torch.stack([stored[number][i][row, position] for number, position in tokens])
@@ -207,8 +223,8 @@ def test_lookup_slot_writes_and_reads_row_by_row_and_token_by_token():
             torch.cat([old, own[row]])[None] for old, own in zip(read, (own_k, own_v), strict=True)
         )
         everything = torch.ones(1, 1, k.shape[1], dtype=torch.bool)
-        mask = mask_from_allowed(everything, impl="sdpa", dtype=torch.float32)
-        expected = attention(q[row : row + 1], k, v, mask=mask, scale=SCALE)
+        spec = spec_from(everything, impl="sdpa", dtype=torch.float32)
+        expected = attention(q[row : row + 1], k, v, spec=spec, scale=SCALE)
         torch.testing.assert_close(y[row : row + 1], expected, rtol=0, atol=1e-6)
     assert torch.equal(buffers[1].k[0, 3], own_k[0, 0])
     assert torch.equal(buffers[0].k[1, 3], own_k[1, 0])

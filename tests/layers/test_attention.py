@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from depthdial.layers.attention import Attention
+from depthdial.layers.attention_ops import AttentionSpec
 from depthdial.layers.primitives import rms_normalise, rotary_table, rotate
-from depthdial.layers.state import AttentionView, UncachedSlot, causal_mask
+from depthdial.layers.state import AttentionView, UncachedSlot
 
 D, T = 10, 5
 EPS = 1e-6
@@ -26,11 +27,11 @@ def layer(*, heads=4, groups=2, width=6, qk_norm="none", bias="none"):
 
 def surroundings(width, *, rotary_dim=None, start=0):
     rotary_dim = width if rotary_dim is None else rotary_dim
-    mask = causal_mask(T, impl="sdpa", dtype=torch.float32, device=torch.device("cpu"))
+    spec = AttentionSpec(T, T, torch.float32)
     rotary = rotary_table(
         start + torch.arange(T)[None], rotary_dim=rotary_dim, theta=100.0, dtype=torch.float32
     )
-    view = AttentionView(mask, rotary, None, torch.zeros(1, T, dtype=torch.int64))
+    view = AttentionView(spec, rotary, None, torch.zeros(1, T, dtype=torch.int64))
     return {"slot": UncachedSlot(), "view": view}
 
 

@@ -22,7 +22,7 @@ def spec_of(case: dict, *, impl="sdpa", dtype=torch.float64) -> AttentionSpec:
     batch, num_queries = case["shape"]
     if case["cached"] is None:
         return AttentionSpec(
-            num_queries, num_queries, impl, dtype, real_BT=real, source_real_BS=real,
+            num_queries, num_queries, dtype, impl, real_BT=real, source_real_BS=real,
             document_ids_BT=documents, source_document_ids_BS=documents, window=case["window"],
         )  # fmt: skip
     before_B = torch.tensor(case["cached"])
@@ -36,7 +36,7 @@ def spec_of(case: dict, *, impl="sdpa", dtype=torch.float64) -> AttentionSpec:
         source_ids = torch.randint(0, 2, (batch, num_sources + 4), generator=generator)
         source_ids = source_ids.scatter(1, place_BT, documents)[:, :num_sources]
     return AttentionSpec(
-        num_queries, num_sources, impl, dtype, place_BT=place_BT, real_BT=real_BT,
+        num_queries, num_sources, dtype, impl, place_BT=place_BT, real_BT=real_BT,
         document_ids_BT=documents, source_document_ids_BS=source_ids, window=case["window"],
     )  # fmt: skip
 
@@ -195,7 +195,7 @@ def test_narrowing_a_spec_is_making_it_of_those_rows(rows, keeps_table):
 
 
 def test_narrowing_keeps_what_all_rows_share():
-    spec = AttentionSpec(3, 3, "explicit", torch.float32).ready(CPU)
+    spec = AttentionSpec(3, 3, torch.float32, "explicit").ready(CPU)
     assert spec.narrow(torch.tensor([2, 0])).table.bias_BTS is spec.table.bias_BTS
 
 
@@ -214,18 +214,18 @@ def test_left_out_tokens_are_not_attended_to(keeps_table):
 
 
 def test_a_table_is_kept_only_while_it_is_small(monkeypatch):
-    window = AttentionSpec(64, 64, "sdpa", torch.float32, window=8)
+    window = AttentionSpec(64, 64, torch.float32, window=8)
     assert window.ready(CPU).table is not None
     monkeypatch.setattr(attention_ops, "CHUNK_PAIRS", 64 * 64 - 1)
     assert window.ready(CPU).table is None
-    assert AttentionSpec(64, 64, "sdpa", torch.float32).ready(CPU).table is None
+    assert AttentionSpec(64, 64, torch.float32).ready(CPU).table is None
 
 
 def test_fully_masked_queries_are_zero_in_every_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for impl in ("explicit", "sdpa"):
             real = torch.zeros(2, 3, dtype=torch.bool)
-            spec = AttentionSpec(3, 3, impl, dtype, real_BT=real, source_real_BS=real)
+            spec = AttentionSpec(3, 3, dtype, impl, real_BT=real, source_real_BS=real)
             q, k, v = inputs_of({"shape": (2, 3)}, spec, dtype)
             assert not attention(q, k, v, spec=spec.ready(CPU), scale=SCALE).any()
 
@@ -245,7 +245,7 @@ def test_flex_is_chosen_on_cuda_alone_and_where_a_table_would_be_needed(monkeypa
 
 
 def test_a_spec_says_what_it_is_without_its_table():
-    spec = AttentionSpec(4, 4, "explicit", torch.float32)
+    spec = AttentionSpec(4, 4, torch.float32, "explicit")
     assert spec.ready(CPU).table is not None
     assert repr(spec.ready(CPU)) == repr(spec)
     assert replace(spec, window=2).is_plain is False
