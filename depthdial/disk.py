@@ -258,6 +258,7 @@ def new_folder(
     kind: FolderKind,
     overwrite: bool = False,
     apart_from: Sequence[Path] = (),
+    not_over: Sequence[Path] = (),
     wait: bool = False,
 ) -> Iterator[Path]:
     """A folder to write into; it takes the name `destination` when the block ends well.
@@ -271,12 +272,13 @@ def new_folder(
             one that holds other folders, or is a training run or checkpoint, is not replaced.
         apart_from: files and folders that must stay as they are; `destination` may neither hold
             one nor lie in it.
+        not_over: the same for what `destination` may lie in, but not hold.
         wait: wait for another process that writes the same folder.
 
     Raises: ValueError if the destination is taken, or lies where it must not; InUseError if another
         process writes it; OSError saying what stands if the disk refuses.
     """
-    _check_place(destination, apart_from)
+    _check_place(destination, apart_from, not_over)
     new_parents = [parent for parent in destination.parents if not parent.exists()]
     work = destination.with_name(f".{destination.name}.depthdial")
     new, old = work / "new", work / "old"
@@ -332,7 +334,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             return
 
 
-def _check_place(destination: Path, apart_from: Sequence[Path]) -> None:
+def _check_place(destination: Path, apart_from: Sequence[Path], not_over: Sequence[Path]) -> None:
     """The destination is a name of its own, apart from what is read. Raises: ValueError."""
     if destination.name in ("", ".."):
         raise ValueError(
@@ -345,10 +347,10 @@ def _check_place(destination: Path, apart_from: Sequence[Path]) -> None:
             "itself, or the name of a new one."
         )
     wanted = destination.resolve()
-    for read in apart_from:
+    for read, may_hold in (*((p, False) for p in apart_from), *((p, True) for p in not_over)):
         # A link is kept as it is, too, wherever it leads.
         for source in (read.resolve(), read.parent.resolve() / read.name):
-            if _lies_in(wanted, source) or _lies_in(source, wanted):
+            if _lies_in(source, wanted) or (not may_hold and _lies_in(wanted, source)):
                 raise ValueError(
                     f"the destination {destination} and {read} lie in one another; what is read "
                     "is never changed. Give another destination."

@@ -129,7 +129,7 @@ def prepare(
         tokenizer=tokenizer,
         unsupported_files=tuple(files.unsupported),
         overwrite=overwrite,
-        apart_from=[Path(path) for path in paths],
+        not_over=[Path(path) for path in paths],
     )
 
 
@@ -143,7 +143,7 @@ def prepare_documents(
     origin: dict[str, Any] | None = None,
     unsupported_files: tuple[str, ...] = (),
     overwrite: bool = False,
-    apart_from: Sequence[Path] = (),
+    not_over: Sequence[Path] = (),
     wait: bool = False,
 ) -> PrepareReport:
     """`prepare` for any source of documents; `read` is called up to three times.
@@ -151,14 +151,14 @@ def prepare_documents(
     Args:
         choose_valid: picks the validation split by name.
         origin: JSON value kept in meta.json, saying where the documents come from.
-        overwrite, apart_from, wait: as in `new_folder`.
+        overwrite, not_over, wait: as in `new_folder`.
 
     Raises: ValueError, also when no document has text; OSError if the disk refuses, which leaves
         `dst` as it was.
     """
     dst = Path(dst)
     with new_folder(
-        dst, kind="prepared data", overwrite=overwrite, apart_from=apart_from, wait=wait
+        dst, kind="prepared data", overwrite=overwrite, not_over=not_over, wait=wait
     ) as folder:
         names, empty_documents = _survey(read)
         if not names:

@@ -230,7 +230,7 @@ def test_overwrite_does_not_replace_a_folder_of_something_else(books, tmp_path):
     assert contents(tmp_path / "mine") == {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize("place", ["out/raw", "out", ".", "out/raw/00.txt"])
+@pytest.mark.parametrize("place", ["out/raw", "out", "out/raw/00.txt"])
 def test_f22_a_folder_is_not_prepared_over_its_own_input(books, tmp_path, place):
     """`prepare DIR/raw --out DIR --overwrite` once deleted its input and all else in DIR."""
     prepare([books], tmp_path / "out", vocab_size=270)
@@ -239,6 +239,18 @@ def test_f22_a_folder_is_not_prepared_over_its_own_input(books, tmp_path, place)
     with pytest.raises(ValueError, match="lie in one another; what is read is never changed"):
         prepare([tmp_path / place], tmp_path / "out", vocab_size=270, overwrite=True)
     assert tree(tmp_path) == before
+
+
+def test_f22_a_folder_of_texts_may_hold_what_is_prepared_from_it(books, tmp_path):
+    """`cd texts; depthdial prepare . --out data`: but not with more texts inside."""
+    for vocab_size in (270, 280):
+        prepare([books], books / "out", vocab_size=vocab_size, overwrite=True)
+        assert TokenShards.open(books / "out", "train").vocab_size == vocab_size
+    (books / "out" / "raw").mkdir()
+    (books / "out" / "raw" / "more.txt").write_text("more")
+    with pytest.raises(ValueError, match="holds the folder 'raw', which depthdial did not write"):
+        prepare([books], books / "out", vocab_size=270, overwrite=True)
+    assert (books / "out" / "raw" / "more.txt").read_text() == "more"
 
 
 def test_f22_a_loose_file_stays_where_data_are_prepared_again(books, tmp_path):
