@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import depthdial
-from depthdial.config import CACHE_POLICIES, ModelConfig, Recipe
+from depthdial.config import POLICIES, ModelConfig, Recipe
 from depthdial.convert.methods import METHODS
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
@@ -35,7 +35,7 @@ from depthdial.model.stopping_rules import STOPPING_RULES, stopping_rule
 from depthdial.recipes import recipe_names
 
 __all__ = [
-    "CACHE_POLICIES",
+    "POLICIES",
     "METHODS",
     "STOPPING_RULES",
     "LoopCache",
@@ -399,7 +399,7 @@ def policy_names() -> list[str]:
     sizes = ("s2", "s4", "anchor")
     compressed = [f"huginn:{p}compress-{x}" for p in ("", "latest-m2-") for x in sizes]
     counts = ("s1", "s2", "s3", "stride2", "first1", "last1", "last2")
-    return [*CACHE_POLICIES, *lookups, *compressed, *(f"parcae:compress-{x}" for x in counts)]
+    return [*POLICIES, *lookups, *compressed, *(f"parcae:compress-{x}" for x in counts)]
 
 
 def file_name(name: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from depthdial.cache.loop_counts import NumLoops
-from depthdial.cache.policies import Kept, cache_rule, find_entries
+from depthdial.cache.policies import find_entries, group_of
 from depthdial.cache.slots import (
     CachedSlot,
     KVBuffer,
@@ -33,7 +33,7 @@ from depthdial.cache.slots import (
     WritePlace,
 )
 from depthdial.cache.state import ALL_GROUPS, KEPT, Block, CacheCall, CacheState
-from depthdial.config import CachePolicy, ModelConfig
+from depthdial.config import CachePolicy, CacheRule, ModelConfig, cache_rule
 from depthdial.layers.state import KVSlot, ReadOnlySlot
 
 
@@ -84,7 +84,7 @@ class LoopCache:
     @property
     def needs_stash_pass(self) -> bool:
         """Whether one more pass over the core, on `stash_slots`, has to follow the loops."""
-        return self._rule.kept == "stash"
+        return self._rule.has_extra_pass
 
     @property
     def counts_from_last(self) -> bool:
@@ -132,7 +132,7 @@ class LoopCache:
             (where each loop keeps its own entries) or lack entries that no rule replaces.
         """
         wanted_B = torch.as_tensor(num_loops).expand(self.batch_size)
-        if self._kept_now() is None and self._rule.missing == "refuse":
+        if not self._keeps_one() and self._rule.reads_missing == "refuse":
             is_same = torch.equal(wanted_B, self._state.row_loops_B)
             if self._rule.grouping == "loop" and not is_same:
                 self._check_unchanged(wanted_B)
@@ -149,10 +149,9 @@ class LoopCache:
         state, place = self._state, call.narrow(rows)
         if block != "core":
             return self._cached(block, num_slots, 0, place=place)
-        kept = self._kept_now()
-        if kept is not None:
+        if self._keeps_one():
             buffers = [state.buffer("core", i, KEPT) for i in range(num_slots)]
-            return tuple(_kept_slot(kept, buffer, place, loop_idx) for buffer in buffers)
+            return tuple(_kept_slot(self._rule, buffer, place, loop_idx) for buffer in buffers)
         if rows is None:
             state.ran_B.fill_(loop_idx + 1)
         else:
@@ -177,7 +176,7 @@ class LoopCache:
     def advance(self, call: CacheCall) -> None:
         """Count the call's tokens as stored; once per call, after the coda."""
         state = self._state
-        if self._kept_now() is None:
+        if not self._keeps_one():
             self._show_entries()
             least_B = torch.minimum(state.least_B, self._groups_of(state.ran_B))
             state.least_B = torch.where(call.num_new_B > 0, least_B, state.least_B)
@@ -190,12 +189,11 @@ class LoopCache:
         Afterwards a call may bring one token per row only. No effect under other policies.
         Raises: ValueError if no prompt was stored.
         """
-        if not self._rule.kept_after_prompt or self._state.prompt_ended:
+        if not self._rule.collapses or self._state.prompt_ended:
             return
         if not int(self.lengths_B.max()):
             raise ValueError("end_prompt on an empty cache; feed the prompt first.")
-        assert self._rule.kept is not None, "a rule for after the prompt keeps an entry"
-        self._state.keep_one(self._rule.kept)
+        self._state.keep_one(self._rule.persists)
         self._state.prompt_ended = True
 
     def fill(self, rows: Tensor, from_loop: int) -> None:
@@ -208,7 +206,7 @@ class LoopCache:
         Args: rows: of the cache, [n]; from_loop: 0-based.
         Raises: ValueError for a loop beyond those that the rows were to run.
         """
-        if not len(rows) or self._kept_now() is not None or self._rule.missing != "refuse":
+        if not len(rows) or self._keeps_one() or self._rule.reads_missing != "refuse":
             return
         rows = rows.cpu()
         loops_B = self._state.row_loops_B[rows]
@@ -218,7 +216,7 @@ class LoopCache:
                 "loop after which they stopped."
             )
         self._show_entries()
-        group = int(self._rule.group(from_loop, loops_B)[0])
+        group = int(group_of(self._rule, from_loop, loops_B)[0])
         self._state.fill(rows, group, num_groups_B=self._groups_of(loops_B))
         ran_B = self._state.ran_B[rows]
         self._state.ran_B[rows] = torch.where(ran_B == from_loop + 1, loops_B, ran_B)
@@ -283,19 +281,18 @@ class LoopCache:
         """Bytes of all stored keys and values."""
         return sum(buffer.num_bytes() for buffer in self._state.buffers.values())
 
-    def _kept_now(self) -> Kept | None:
-        """What stays of the loops at this time; None while each keeps its own."""
-        is_prompt = self._rule.kept_after_prompt and not self._state.prompt_ended
-        return None if is_prompt else self._rule.kept
+    def _keeps_one(self) -> bool:
+        """Whether one entry of each token stays at this time, and not one of each group."""
+        is_prompt = self._rule.collapses and not self._state.prompt_ended
+        return self._rule.persists != "every_group" and not is_prompt
 
     def _lookup(
         self, loop_idx: int, rows: Tensor | None, *, call: CacheCall, place: WritePlace
     ) -> Lookup:
         """Which entries a pass writes and reads, where those can differ from token to token."""
         state = self._state
-        groups_B = self._rule.group(
-            loop_idx, state.row_loops_B if rows is None else state.row_loops_B[rows]
-        )
+        loops_B = state.row_loops_B if rows is None else state.row_loops_B[rows]
+        groups_B = group_of(self._rule, loop_idx, loops_B)
         state.add_groups(int(groups_B.max()) + 1)
         groups_B = groups_B.to(place.rows.device)
         state.mark(groups_B, place.rows, place.index_BT, is_first=loop_idx == 0)
@@ -379,13 +376,13 @@ class LoopCache:
         return stored_BS.scatter(1, index_BT, document_ids_BT)
 
 
-def _kept_slot(kept: Kept, buffer: KVBuffer, place: WritePlace, loop_idx: int) -> KVSlot:
+def _kept_slot(rule: CacheRule, buffer: KVBuffer, place: WritePlace, loop_idx: int) -> KVSlot:
     """The slot of one loop where one entry per token stays.
 
-    Under `stash` the extra pass overwrites what the first loop writes.
+    An extra pass overwrites what the first loop writes.
     """
-    if kept == "last" or loop_idx == 0:
+    if loop_idx == 0 or rule.persists == "last":
         return CachedSlot(buffer, place)
-    if kept == "shared":
+    if rule.shares_first:
         return ReadOnlySlot(StoredKV(buffer, place))
-    return OverlaySlot(buffer, place, num_averaged=loop_idx if kept == "mean" else None)
+    return OverlaySlot(buffer, place, num_averaged=loop_idx if rule.persists == "mean" else None)

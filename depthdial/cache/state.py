@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from depthdial.cache.policies import Kept
 from depthdial.cache.slots import KVBuffer, WritePlace
+from depthdial.config.policies import Persists
 
 Block = Literal["prelude", "core", "coda"]
 # Group of the entries that outlive the loops, under the policies that keep one.
@@ -166,7 +166,7 @@ class CacheState:
         complete_B = complete_GB.long().cumprod(dim=0).sum(dim=0).cpu()
         return complete_B.masked_fill(self.lengths_B == 0, ALL_GROUPS)
 
-    def keep_one(self, kept: Kept) -> None:
+    def keep_one(self, persists: Persists) -> None:
         """Reduce the loops' entries of each token to one: of its last or first loop, or the mean.
 
         Tokens may have run different numbers of loops.
@@ -178,10 +178,10 @@ class CacheState:
             for group in range(1, has_GBS.shape[0]):
                 buffer = self.buffers.pop(("core", slot_idx, group), None)
                 rows, positions = has_GBS[group].nonzero(as_tuple=True)
-                if kept == "first" or buffer is None or not len(rows):
+                if persists == "first" or buffer is None or not len(rows):
                     continue
                 k, v = buffer.entries(rows, positions)
-                if kept == "last":
+                if persists == "last":
                     one.put(rows, positions, k=k, v=v)
                 else:
                     one.average(rows, positions, k=k, v=v, num_averaged=group)

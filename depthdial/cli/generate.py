@@ -14,7 +14,7 @@ import jsonargparse
 from depthdial.cli.console import remark, result_console, styled, write
 from depthdial.cli.options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli.tables import loop_range, short_count, table
-from depthdial.config import CACHE_POLICIES, ModelConfig, check_cache_policy
+from depthdial.config import POLICIES, ModelConfig, check_cache_policy
 
 if TYPE_CHECKING:
     from depthdial.api.model import Completion
@@ -51,7 +51,7 @@ def generate_parser() -> jsonargparse.ArgumentParser:
     parser.add_argument(
         "--cache-policy",
         metavar="NAME",
-        help=f"cached keys and values: {', '.join(CACHE_POLICIES)}, or a published model's rule "
+        help=f"cached keys and values: {', '.join(POLICIES)}, or a published model's rule "
         "(the model's)",
     )
     parser.add_argument(

@@ -30,10 +30,12 @@ from depthdial.config.model import (
     TimeModulationConfig,
     UpdateName,
 )
-from depthdial.config.model_checks import (
-    CACHE_POLICIES,
-    PUBLISHED_POLICY,
+from depthdial.config.policies import (
+    POLICIES,
+    CacheRule,
+    cache_rule,
     check_cache_policy,
+    named_rule,
     policy_obstacle,
 )
 from depthdial.config.recipe import (
@@ -49,11 +51,11 @@ from depthdial.config.recipe import (
 )
 
 __all__ = [
-    "CACHE_POLICIES",
     "LETTERS",
-    "PUBLISHED_POLICY",
+    "POLICIES",
     "AttentionKeys",
     "CachePolicy",
+    "CacheRule",
     "DataConfig",
     "DepthConfig",
     "DistillConfig",
@@ -77,9 +79,11 @@ __all__ = [
     "TrajectoryConfig",
     "UpdateName",
     "LoopLoraConfig",
+    "cache_rule",
     "check_cache_policy",
     "count_slots",
     "is_read",
+    "named_rule",
     "nearest_name",
     "policy_obstacle",
     "set_dotted",

@@ -14,16 +14,16 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from depthdial.config.base import Fraction, PositiveFloat, PositiveInt, StrictConfig
 from depthdial.config.model_checks import (
     check_attention,
-    check_cache_policy,
     check_loop,
     check_model_options,
     check_segments,
     check_sublayers,
     check_trained_loops,
 )
+from depthdial.config.policies import check_cache_policy
 
 CachePolicy = Annotated[str, AfterValidator(check_cache_policy)]
-"""Name of a rule about stored keys and values; `CACHE_POLICIES` and `PUBLISHED_POLICY`."""
+"""Name of a rule about stored keys and values; `POLICIES` and `PUBLISHED_POLICY`."""
 UpdateName = Literal[
     "replace", "residual", "delta", "adaptive_delta", "decay_gate", "damped", "anchored"
 ]

@@ -6,62 +6,10 @@ because this file is below theirs.
 
 from __future__ import annotations
 
-import difflib
-import re
 from typing import Any
 
 from depthdial.config.letters import LETTERS, check_letters, is_read
-
-CACHE_POLICIES = (
-    "per_loop",
-    "collapse_last",
-    "collapse_first",
-    "collapse_mean",
-    "last_step",
-    "share_first",
-    "stash_first",
-    "stash_last",
-)
-"""Rules about stored keys and values that hold for any model."""
-PUBLISHED_POLICY = re.compile(
-    r"huginn:(?P<by_layers>(latest|available|always-last)-m\d+|skip"
-    r"|(latest-m\d+-)?compress-(s\d+|anchor))"
-    r"|parcae:compress-(?P<by_loops>s|stride|first|last)(?P<count>\d+)"
-)
-"""Rules that came with a published model; the numbers of huginn count attention layers of the core,
-those of parcae loops."""
-
-
-def check_cache_policy(name: str) -> str:
-    """The name itself. Raises: ValueError for an unknown one."""
-    if name not in CACHE_POLICIES and not PUBLISHED_POLICY.fullmatch(name):
-        close = difflib.get_close_matches(name, CACHE_POLICIES, n=1, cutoff=0.5)
-        raise ValueError(
-            f"unknown cache policy '{name}'."
-            + (f" Did you mean '{close[0]}'?" if close else "")
-            + f" Known: {', '.join(CACHE_POLICIES)}, and the rules of published models, such as "
-            "huginn:latest-m4, huginn:compress-s8, parcae:compress-s2."
-        )
-    return name
-
-
-def policy_obstacle(policy: str, config: Any) -> str | None:
-    """Why a cache policy does not go with a model; None where it does."""
-    window, segments, modulation = config.loop.local_window, config.segments, config.modulation
-    if window is not None and policy != "per_loop":
-        return (
-            f"cache policy '{policy}' does not go with loop.local_window={window}: later loops "
-            "read the first loop's keys and their own. Use per_loop."
-        )
-    is_timed = modulation is not None and modulation.kind == "time_step"
-    if policy == "stash_last" and (segments or is_timed):
-        reason = (
-            f"segments={list(segments)}: its extra pass runs the core as a whole"
-            if segments
-            else "modulation.kind='time_step': its extra pass has no time and no step size"
-        )
-        return f"cache policy 'stash_last' does not go with {reason}. Use stash_first or per_loop."
-    return None
+from depthdial.config.policies import policy_obstacle
 
 
 def check_loop(loop: Any) -> None:

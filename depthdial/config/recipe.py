@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from depthdial.config.base import StrictConfig, set_dotted
 from depthdial.config.model import ModelConfig, from_version_1, without_code
+from depthdial.config.policies import named_rule
 from depthdial.config.text import read_mapping
 from depthdial.config.training import (
     DataConfig,
@@ -224,11 +225,11 @@ def _check_truncation(model: ModelConfig, depth: DepthConfig) -> None:
             f"depth.backprop_loops={depth.backprop_loops} would cut off the gradient of every "
             "segment of the core but the last. Set it to null."
         )
-    if model.loop.cache_policy == "share_first":
+    if named_rule(model.loop.cache_policy).shares_first:
         raise ValueError(
-            f"depth.backprop_loops={depth.backprop_loops} with loop.cache_policy='share_first' "
-            "would never train the core's keys and values in deep rows: they are made in the first "
-            "loop. Set it to null."
+            f"depth.backprop_loops={depth.backprop_loops} with loop.cache_policy="
+            f"'{model.loop.cache_policy}' would never train the core's keys and values in deep "
+            "rows: they are made in the first loop. Set it to null."
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import check_num_loops
+from depthdial.config import named_rule
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
@@ -69,9 +70,9 @@ def token_logprobs(
                 f"row {number} has {len(row.prefix_ids)} tokens to read and {len(row.target_ids)} "
                 "to score; give at least one of each."
             )
-    keeps_every_loop = model.config.loop.cache_policy in ("per_loop", "share_first")
+    is_exact = named_rule(model.config.loop.cache_policy).is_exact
     found: list[Tensor] = []
-    for part, has_common_prefix in _calls(rows, rows_per_forward, shares=keeps_every_loop):
+    for part, has_common_prefix in _calls(rows, rows_per_forward, shares=is_exact):
         score = _after_common_prefix if has_common_prefix else _whole_rows
         found += score(model, part, num_loops, precision)
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from depthdial import __version__
-from depthdial.config import ModelConfig
+from depthdial.config import ModelConfig, named_rule
 from depthdial.model.count.parameters import count_parameters
 from depthdial.model.folder import Origin
 
@@ -64,7 +64,7 @@ def write_card(
         _curve(read_curve(folder)),
         "## Cache",
         f"Keys and values are kept by the policy `{config.loop.cache_policy}`"
-        + (", which is exact." if config.loop.cache_policy == "per_loop" else "."),
+        + (", which is exact." if named_rule(config.loop.cache_policy).is_exact else "."),
         "## Known limits",
         "\n".join(f"- {limit}" for limit in limits) or "None beyond those of the base model.",
         "## Loading",

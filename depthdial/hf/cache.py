@@ -12,11 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.config import CachePolicy, ModelConfig
-
-# Under the others a call of several tokens is not the same as those tokens one by one, so tokens
-# that are tried and taken back leave a trace.
-ROLLBACK_POLICIES = ("per_loop", "share_first")
+from depthdial.config import CachePolicy, ModelConfig, named_rule
 
 
 class DepthdialCache(Cache):
@@ -165,7 +161,7 @@ class DepthdialCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether tokens that are tried and taken back leave no trace."""
-        return self.policy in ROLLBACK_POLICIES
+        return named_rule(self.policy).can_roll_back
 
     @property
     def is_initialized(self) -> bool:

@@ -20,9 +20,9 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthdial.cache.loop_counts import NumLoops, allowed_num_loops
-from depthdial.config import CachePolicy, ModelConfig
+from depthdial.config import POLICIES, CachePolicy, ModelConfig
 from depthdial.config.model import OLD_LOOP_LORA
-from depthdial.hf.cache import ROLLBACK_POLICIES, DepthdialCache
+from depthdial.hf.cache import DepthdialCache
 from depthdial.hf.call import (
     RecordedStates,
     check_given,
@@ -250,9 +250,10 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is None:
             return
         if generation_mode == GenerationMode.ASSISTED_GENERATION and not cache.is_croppable:
+            able = [name for name, rule in POLICIES.items() if rule.can_roll_back]
             raise ValueError(
                 f"assisted generation takes tokens back, which cache policy '{cache.policy}' "
-                f"cannot do without a trace; use one of {', '.join(ROLLBACK_POLICIES)}."
+                f"cannot do without a trace; use one of {', '.join(able)}."
             )
         model_kwargs[CACHE_FIELD] = cache
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from depthdial.cache.loop_counts import NumLoops
-from depthdial.config import ModelConfig
+from depthdial.config import ModelConfig, named_rule
 from depthdial.layers.attention import HeadGains
 from depthdial.layers.primitives import Deltas, LowRankPair
 
@@ -185,7 +185,8 @@ def check_rows_mix(config: ModelConfig, loop_idx_B: Tensor, num_loops: NumLoops)
 
 def shares_first_keys(config: ModelConfig) -> bool:
     """Whether later loops read the keys and values of the first one."""
-    return config.loop.cache_policy == "share_first" or config.loop.local_window is not None
+    is_shared = named_rule(config.loop.cache_policy).shares_first
+    return is_shared or config.loop.local_window is not None
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

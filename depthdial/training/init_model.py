@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from depthdial.config import ModelConfig, ModulationConfig, Recipe, TimeModulationConfig
+from depthdial.config import (
+    ModelConfig,
+    ModulationConfig,
+    Recipe,
+    TimeModulationConfig,
+    named_rule,
+)
 from depthdial.disk import hash_file
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
 from depthdial.model.folder import companions
@@ -74,8 +80,8 @@ def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
 def _still_trained(config: ModelConfig, stored: ModelConfig) -> tuple[int, ...]:
     """Loop counts of the folder's training that hold for the run's model."""
     policies = {config.loop.cache_policy, stored.loop.cache_policy}
-    if len(policies) > 1 and "share_first" in policies:
-        # The one policy that is another function without a cache too; at one loop it is none.
+    if len(policies) > 1 and any(named_rule(policy).shares_first for policy in policies):
+        # Another function without a cache too; at one loop it is none.
         return tuple(k for k in stored.trained_at if k == 1)
     return stored.trained_at
 

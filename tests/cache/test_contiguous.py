@@ -5,7 +5,7 @@ import torch
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.state import CacheState
-from depthdial.config import CACHE_POLICIES, LoopConfig, ModelConfig
+from depthdial.config import POLICIES, LoopConfig, ModelConfig
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
 
@@ -16,7 +16,7 @@ PUBLISHED = (
     "huginn:latest-m2-compress-s4",
     "parcae:compress-last1",
 )
-POLICIES = (*CACHE_POLICIES, *PUBLISHED)
+EVERY_POLICY = (*POLICIES, *PUBLISHED)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_reordered_rows_continue_as_the_rows_they_were(model, policy):
     prompts, rows = tokens(3, 5), torch.tensor([2, 0, 0, 1])
     cache = prompted(model, policy, prompts)
@@ -100,7 +100,7 @@ def test_reorder_refuses_rows_that_do_not_exist(model, rows):
         new_cache(model, batch_size=2).reorder(torch.tensor(rows, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_cropped_rows_continue_as_if_the_dropped_tokens_had_never_been(model, policy):
     prompts = tokens(2, 5)
     cache, clean = (prompted(model, policy, prompts) for _ in range(2))
@@ -143,7 +143,7 @@ def test_a_cache_cropped_to_nothing_is_a_new_one(model, policy):
     same(model(again, num_loops=2, cache=cache), model(again, num_loops=2))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_a_restored_cache_continues_as_at_its_snapshot_every_time(model, policy):
     cache = prompted(model, policy, tokens(2, 5))
     snapshot = cache.snapshot()

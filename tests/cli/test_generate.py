@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from depthdial.api.model import load_recipe
-from depthdial.config import CACHE_POLICIES, DepthConfig, ModelConfig
+from depthdial.config import POLICIES, DepthConfig, ModelConfig
 from depthdial.model.presets import preset
 
 Command = Callable[..., Any]
@@ -145,7 +145,7 @@ class TestPlan:
 
     def test_every_cache_policy_has_its_column(self, cli: Command) -> None:
         header = cli("plan", "tiny-text").out.partition("Cached keys and values")[2]
-        assert all(policy in header for policy in CACHE_POLICIES)
+        assert all(policy in header for policy in POLICIES)
 
     def test_memory_is_that_of_the_policy_of_the_model(self, cli: Command, tmp_path: Path) -> None:
         path = tmp_path / "config.json"

@@ -190,7 +190,7 @@ MAY_NAME_FAMILIES = ("formats/", "model/presets.py")
 POLICY_PREFIXES = ("huginn", "parcae")
 POLICY = re.compile(rf"\b({'|'.join(POLICY_PREFIXES)}):[\w-]+")
 """Published cache policies, whose names carry the family they came with."""
-POLICY_FILES = ("config/model_checks.py",)
+POLICY_FILES = ("config/policies.py",)
 """Where such a name is taken apart."""
 ROPE_KIND = "llama3"
 """Name of a rotary scaling, in configs of many families."""

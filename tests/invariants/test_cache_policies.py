@@ -6,7 +6,7 @@ from slow_cache import SlowDecoder
 from toys import toy_model, toy_tokens
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.config import CACHE_POLICIES
+from depthdial.config import POLICIES
 from depthdial.engine.generate import generate
 
 TOLERANCE = 1e-4
@@ -18,7 +18,7 @@ BY_LOOPS = tuple(
 VARIED = ("last_step", "share_first", "stash_first", "stash_last", *LOOKUPS, *COMPRESSED, *BY_LOOPS)
 """Policies whose loop count may change from call to call, up and down."""
 ALL = (
-    *CACHE_POLICIES,
+    *POLICIES,
     *LOOKUPS,
     "huginn:compress-s2",
     "huginn:compress-s4",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from counted import small
 
-from depthdial.config import CACHE_POLICIES, ModelConfig
+from depthdial.config import POLICIES, ModelConfig
 from depthdial.model.count import plan
 from depthdial.model.count.cache import cache_bytes, cache_slots, planned_policies
 
@@ -63,9 +63,9 @@ def test_collapsing_policies_need_every_loop_until_the_prompt_ends(policy):
 
 
 def test_every_named_policy_is_planned_and_the_own_one_of_the_model():
-    assert planned_policies(small()) == CACHE_POLICIES
+    assert planned_policies(small()) == tuple(POLICIES)
     own = small(loop={"cache_policy": "parcae:compress-s2"})
-    assert planned_policies(own) == (*CACHE_POLICIES, "parcae:compress-s2")
+    assert planned_policies(own) == (*POLICIES, "parcae:compress-s2")
 
 
 def test_a_model_that_mixes_loops_is_planned_per_loop_alone():
@@ -77,7 +77,7 @@ def test_a_model_that_mixes_loops_is_planned_per_loop_alone():
 
 def test_a_policy_that_does_not_go_with_the_model_is_not_planned():
     timed = small(modulation={"kind": "time_step"})
-    assert planned_policies(timed) == tuple(p for p in CACHE_POLICIES if p != "stash_last")
+    assert planned_policies(timed) == tuple(p for p in POLICIES if p != "stash_last")
 
 
 def test_sublayers_without_attention_need_no_slots():

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.config import CACHE_POLICIES, ModelConfig
+from depthdial.config import POLICIES, ModelConfig
 from depthdial.model.call import Call
 from depthdial.model.count import count_parameters, flops_per_token
 from depthdial.model.count.cache import cache_bytes, cache_slots
@@ -122,7 +122,7 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize("policy", [*CACHE_POLICIES, *PUBLISHED])
+@pytest.mark.parametrize("policy", [*POLICIES, *PUBLISHED])
 @pytest.mark.parametrize("num_loops", [1, 3])
 def test_counted_cache_equals_the_filled_cache_of_the_model(policy, num_loops):
     config, num_tokens = variant(), 6

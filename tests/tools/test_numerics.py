@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from depthdial.cache.policies import Grouping, Kept, Missing, cache_rule
 from depthdial.config import (
-    CACHE_POLICIES,
     LETTERS,
+    POLICIES,
     DepthConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -204,7 +204,7 @@ ADD = "give it a case in tools/numerics_*.py and run: python tools/numerics.py -
     ("section", "names"),
     [
         ("golden", [path.parent.name for path in GOLDEN.glob("*/model.safetensors")]),
-        ("cache", CACHE_POLICIES),
+        ("cache", POLICIES),
         ("train", [f"sampler {name}" for name in get_args(SamplerName)]),
         ("tiny", [f"preset {name}" for name in preset_names()]),
         ("plan", [*preset_names(), *recipe_names()]),

@@ -19,7 +19,7 @@ PATTERN_LETTERS = {"S": "S", "*": "A", "-": "F"}
 """Letter of format 1 -> ours."""
 LAYER_TYPES = {"sliding_attention": "S", "full_attention": "A", "mlp": "F"}
 """Name in the other format -> ours."""
-CACHE_POLICIES = {"per_loop": "per_loop", "last_loop": "last_step"}
+CACHE_MODES = {"per_loop": "per_loop", "last_loop": "last_step"}
 TRAINED_LOOPS = 4
 """One checkpoint serves 1 to 4 loops; the config names only the default."""
 
@@ -45,7 +45,7 @@ def read(source: SourceConfig) -> ModelConfig:
     gate_init = source.take("attention_output_gate_logit_scale_init")
     if gate_init is not None:
         gate_init = source.number("attention_output_gate_logit_scale_init")
-    policy = source.expect("recurrent_kv_cache_mode", *CACHE_POLICIES, default="per_loop")
+    policy = source.expect("recurrent_kv_cache_mode", *CACHE_MODES, default="per_loop")
     scale_std = special.pop("scale_std")
     return ModelConfig.from_dict(
         {
@@ -72,7 +72,7 @@ def read(source: SourceConfig) -> ModelConfig:
                 "update": "replace",
                 "injection": "add",
                 "unit_norm": True,
-                "cache_policy": CACHE_POLICIES[policy],
+                "cache_policy": CACHE_MODES[policy],
             },
             **special,
         }
@@ -245,11 +245,12 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
 def to_source(config: ModelConfig) -> dict[str, Any]:
     """The keys in the style of transformers, which the newer runtime reads."""
     names = {letter: name for name, letter in LAYER_TYPES.items()}
-    modes = {ours: theirs for theirs, ours in CACHE_POLICIES.items()}
+    modes = {ours: theirs for theirs, ours in CACHE_MODES.items()}
     ngpt, sliding = config.ngpt, config.sliding
     if ngpt is None:
         raise ValueError(f"norm='{config.norm}', and the format is for norm='ngpt'.")
-    if config.loop.cache_policy not in modes:
+    mode = modes.get(config.loop.cache_policy)
+    if mode is None:
         raise ValueError(
             f"loop.cache_policy='{config.loop.cache_policy}', and the format knows "
             f"{', '.join(modes)}."
@@ -275,7 +276,7 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": sum(config.split),
         "num_key_value_heads": config.num_kv_heads,
-        "recurrent_kv_cache_mode": modes[config.loop.cache_policy],
+        "recurrent_kv_cache_mode": mode,
         "rope_parameters": {
             "full_attention": _profile(config.rope_theta, config.rotary_frac),
             "sliding_attention": _profile(

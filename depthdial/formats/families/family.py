@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from depthdial.config import CACHE_POLICIES, ModelConfig, is_read
+from depthdial.config import ModelConfig, is_read, named_rule
 from depthdial.formats.source_config import WITHOUT_EFFECT, SourceConfig
 from depthdial.formats.tensors.rules import TensorRule
 
@@ -24,9 +24,6 @@ NOT_IN_SOURCES = {
 }
 """Fields of ours that a published format may leave out: they concern training, or what our own
 tools do beyond it."""
-
-SAME_AT_ONE_LOOP = tuple(policy for policy in CACHE_POLICIES if policy != "stash_last")
-"""Cache policies that keep the entries of the only loop; stash_last runs another pass for them."""
 
 DENSE = {
     "max_loops": 1,
@@ -124,7 +121,7 @@ def simplest(config: ModelConfig) -> ModelConfig:
     dense = config.replace(final_norm="head") if config.final_norm == "loop" else config
     if loop_traces(dense):
         return config
-    if dense.loop.cache_policy in SAME_AT_ONE_LOOP:
+    if named_rule(dense.loop.cache_policy).same_at_one_loop:
         dense = dense.replace(**{"loop.cache_policy": "per_loop"})
     has_edges = is_read(dense.prelude_layout + dense.coda_layout, "d_ff")
     if dense.core_d_ff not in (None, dense.d_ff) and has_edges:

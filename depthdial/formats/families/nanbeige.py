@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdial.config import ModelConfig
+from depthdial.config import ModelConfig, named_rule
 from depthdial.formats.families.decoder_layers import decoder_rules, read_decoder, write_decoder
 from depthdial.formats.families.family import Family, simplest
 from depthdial.formats.source_config import SourceConfig
@@ -135,7 +135,7 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
         "skip_loop_final_norm": config.final_norm == "head" and not is_split,
         "enable_double_loop_split": is_split,
         "loop_middle_layers": config.split[1] // 2 if is_split else None,
-        "loop_share_kv": config.loop.cache_policy == "share_first",
+        "loop_share_kv": named_rule(config.loop.cache_policy).shares_first,
     }
 
 

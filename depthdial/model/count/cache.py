@@ -1,6 +1,6 @@
 """Cached keys and values as functions of the config, the loop count and the cache policy.
 
-What a policy keeps is decided in `cache/policies.py`; a column of the `plan` command is a policy
+What a policy keeps is decided in `config/policies.py`; a column of the `plan` command is a policy
 of `planned_policies`.
 G key/value heads, C channels per head, k loops.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from depthdial.cache.policies import cache_rule
 from depthdial.config import (
-    CACHE_POLICIES,
+    POLICIES,
     CachePolicy,
     ModelConfig,
+    cache_rule,
     count_slots,
     policy_obstacle,
 )
@@ -24,7 +24,7 @@ CachePhase = Literal["prompt_peak", "steady"]
 
 def planned_policies(config: ModelConfig) -> tuple[CachePolicy, ...]:
     """The policies that any model of this kind can take, and the model's own."""
-    names = [name for name in CACHE_POLICIES if policy_obstacle(name, config) is None]
+    names = [name for name in POLICIES if policy_obstacle(name, config) is None]
     return tuple(dict.fromkeys((*names, config.loop.cache_policy)))
 
 

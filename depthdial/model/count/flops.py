@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from depthdial.cache.policies import cache_rule
-from depthdial.config import CachePolicy, ModelConfig, ModulationConfig
+from depthdial.config import CachePolicy, ModelConfig, ModulationConfig, cache_rule
 from depthdial.layers.layer_type import PlacedLayer
 from depthdial.model.count.cache import require_count
 from depthdial.model.count.parameters import (
@@ -129,17 +128,17 @@ class CorePass(NamedTuple):
 
 def _passes(config: ModelConfig, num_loops: int, policy: CachePolicy | None) -> list[CorePass]:
     """All passes of one forward; the extra one of a cache is like the first."""
-    kept = cache_rule(policy or config.loop.cache_policy, config).kept
+    rule = cache_rule(policy or config.loop.cache_policy, config)
     deltas, mixes = config.loop_lora, config.loop.local_window is not None
     passes = [
         CorePass(
-            makes_keys=loop_idx == 0 or kept != "shared",
+            makes_keys=loop_idx == 0 or not rule.shares_first,
             attends_locally=loop_idx > 0 and mixes,
             has_deltas=deltas is not None and deltas.set_at(loop_idx) >= 0,
         )
         for loop_idx in range(num_loops)
     ]
-    return [*passes, passes[0]] if kept == "stash" and policy is not None else passes
+    return [*passes, passes[0]] if rule.has_extra_pass and policy is not None else passes
 
 
 def _weights(layers: Sequence[PlacedLayer]) -> int:
