@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from depthdial.config import ModelConfig
+from depthdial.config.limits import MAX_LOOPS
 
 NumLoops = int | Tensor
 
@@ -43,6 +44,8 @@ def check_num_loops(
         )
     if lowest < 1:
         raise ValueError(f"num_loops={lowest} is not allowed; give {allowed}.")
+    if highest > MAX_LOOPS:
+        raise ValueError(f"num_loops={highest:,} is not allowed; at most {MAX_LOOPS:,} loops run.")
     if max_loops is not None and highest > max_loops:
         raise ValueError(
             f"num_loops={highest} exceeds max_loops={max_loops}, the most that this model is made "

@@ -19,6 +19,7 @@ from depthdial.cli.tables import (
     facts,
     loop_range,
     short_count,
+    shown_loops,
     size,
     table,
 )
@@ -123,7 +124,7 @@ def _model_parts(config: ModelConfig, loops: Sequence[int] | None) -> list[Table
     return [
         facts("Structure", _structure(config)),
         _partition_table(config),
-        *_cache_parts(config, loops or _shown_loops(config.max_loops)),
+        *_cache_parts(config, loops or shown_loops(config.max_loops, MOST_LOOPS_SHOWN)),
     ]
 
 
@@ -236,14 +237,6 @@ def _cache_parts(config: ModelConfig, loops: Sequence[int]) -> list[Table]:
         return [facts(title, [(f"k = {row[0]}", f"{row[1]} under every policy") for row in rows])]
     others = [table("", ("", ""), [("others:", ", ".join(named))], left=(0, 1))] if named else []
     return [table(title, headings, rows), *others]
-
-
-def _shown_loops(max_loops: int) -> list[int]:
-    """All loop counts, or powers of two and the largest."""
-    if max_loops <= MOST_LOOPS_SHOWN:
-        return list(range(1, max_loops + 1))
-    powers = [1 << exponent for exponent in range(max_loops.bit_length())]
-    return sorted({*powers, max_loops})
 
 
 def _text_rows(text: TextFacts) -> list[tuple[str, str]]:

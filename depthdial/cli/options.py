@@ -18,6 +18,7 @@ import jsonargparse
 import yaml
 
 from depthdial.config import Recipe
+from depthdial.config.limits import MAX_LOOPS, shortened
 from depthdial.config.text import load_yaml
 
 Options = jsonargparse.Namespace
@@ -118,12 +119,15 @@ def recipe_keys() -> list[RecipeKey]:
 
 
 def loop_counts(texts: str | Sequence[str]) -> list[int]:
-    """Loop counts from `1,2,4` or `1 2 4`. Raises: UsageError; ValueError for one below 1."""
+    """Loop counts from `1,2,4` or `1 2 4`. Raises: UsageError; ValueError for one out of range."""
     joined = texts if isinstance(texts, str) else ",".join(texts)
     parts = [part.strip() for part in joined.split(",")]
     for part in parts:
         if not re.fullmatch(r"[-+]?\d+", part):
             raise UsageError(f"--num-loops needs whole numbers of at least 1, got '{part}'.")
+        # By length first: Python reads no number of thousands of digits.
+        if len(part.lstrip("+-0")) > len(str(MAX_LOOPS)) or int(part) > MAX_LOOPS:
+            raise ValueError(f"--num-loops {shortened(part, 20)}: at most {MAX_LOOPS:,} loops run.")
     lowest = min(map(int, parts))
     if lowest < 1:
         raise ValueError(f"--num-loops {lowest}: give whole numbers of at least 1.")

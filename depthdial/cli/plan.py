@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jsonargparse
-import yaml
 
 from depthdial.cli.console import result_console
 from depthdial.cli.options import Options, loop_counts, new_parser, number
-from depthdial.cli.tables import flops, loop_range, short_count, size, table
+from depthdial.cli.tables import flops, loop_range, short_count, shown_loops, size, table
 from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
-from depthdial.config.text import load_yaml
+from depthdial.config.text import read_mapping
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from depthdial.model.count import Plan
 
+MOST_LOOPS_SHOWN = 16
 BYTES_PER_VALUE = {"bf16": 2, "fp32": 4}
 
 
@@ -44,7 +44,7 @@ def plan_parser() -> jsonargparse.ArgumentParser:
         "--num-loops",
         nargs="+",
         metavar="K",
-        help="loop counts, each at least 1, e.g. 1 2 4 (all that it is made for)",
+        help="loop counts, each at least 1, e.g. 1 2 4 (those it is made for)",
     )
     parser.add_argument("--context", metavar="N", help="tokens per sequence (the model's context)")
     parser.add_argument("--batch", default="1", metavar="N", help="sequences at a time (1)")
@@ -79,7 +79,7 @@ def run_plan(options: Options) -> int:
     }
     depth = depth.replace(**{name: x for name, x in fractions.items() if x is not None})
     if options.num_loops is None:
-        loops = list(range(1, config.max_loops + 1))
+        loops = shown_loops(config.max_loops, MOST_LOOPS_SHOWN)
     else:
         loops = loop_counts(options.num_loops)
     # Of the schedule, only its distribution matters here: neither seed nor length.
@@ -157,10 +157,10 @@ def _is_recipe(path: Path) -> bool:
     reading them says what is wrong.
     """
     try:
-        values = load_yaml(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError):
+        values = read_mapping(path)
+    except ValueError:
         return True
-    return not isinstance(values, dict) or "model" in values or "model_type" not in values
+    return "model" in values or "model_type" not in values
 
 
 def _print_plan(

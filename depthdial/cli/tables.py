@@ -64,6 +64,15 @@ def signed(value: float) -> str:
     return f"{value:+.4f}"
 
 
+def shown_loops(max_loops: int, most: int) -> list[int]:
+    """All loop counts that a model is made for; for more than `most`, powers of two and the
+    largest."""
+    if max_loops <= most:
+        return list(range(1, max_loops + 1))
+    powers = [1 << exponent for exponent in range(max_loops.bit_length())]
+    return sorted({*powers, max_loops})
+
+
 def short_count(value: float) -> str:
     """`4.10M`: three significant digits and a decimal unit."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

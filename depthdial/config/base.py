@@ -12,9 +12,9 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, ValidationError
 
+from depthdial.config.limits import MAX_SHOWN, shortened
 from depthdial.config.text import check_plain, read_mapping
 
-PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -111,8 +111,8 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
             given, known = item["ctx"]["tag"], item["ctx"]["expected_tags"]
             lines.append(f"{where}.kind='{given}' is unknown; known: {known}.")
         else:
-            lines.append(f"{where}={item['input']!r}: {item['msg']}.")
-    return "\n".join(lines)
+            lines.append(f"{where}={shortened(repr(item['input']))}: {item['msg']}.")
+    return "\n".join(shortened(line, 3 * MAX_SHOWN) for line in lines)
 
 
 def _walk(cls: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

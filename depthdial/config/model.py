@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from depthdial.config.base import Fraction, PositiveFloat, PositiveInt, StrictConfig
+from depthdial.config.base import Fraction, PositiveFloat, StrictConfig
+from depthdial.config.limits import (
+    MAX_LOOPS,
+    MAX_SIZE,
+    MAX_SUBLAYERS,
+    LoopCount,
+    PositiveInt,
+    Sublayers,
+    Tokens,
+)
 from depthdial.config.model_checks import (
     check_attention,
     check_loop,
@@ -59,7 +68,7 @@ class LoopConfig(StrictConfig):
     """Weight of the first loop's candidate in the result of `anchored`."""
     gate_bypass: Literal["never", "first_only"] = "never"
     """first_only: the first loop replaces the state exactly, without the gate."""
-    local_window: PositiveInt | None = None
+    local_window: Tokens | None = None
     """Later loops mix attention over the first loop's keys with attention over their own last
     so many tokens (this one included), by a learned gate; null for plain attention."""
     cache_policy: CachePolicy = "per_loop"
@@ -83,7 +92,7 @@ class ModulationConfig(StrictConfig):
     """Width of the condition vector."""
     rank: PositiveInt = 256
     """Rank of the low-rank path of each modulated sublayer."""
-    embed_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 256
+    embed_dim: Annotated[int, Field(ge=2, multiple_of=2, le=MAX_SIZE)] = 256
     """Width of each of the two sinusoidal embeddings (progress and budget)."""
     embed_scale: PositiveFloat = 1000.0
     """Progress and budget, in (0, 1], are multiplied by this before the sine ladder."""
@@ -97,7 +106,7 @@ class TimeModulationConfig(StrictConfig):
 
     kind: Literal["time_step"]
     """Name of the method."""
-    embed_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 256
+    embed_dim: Annotated[int, Field(ge=2, multiple_of=2, le=MAX_SIZE)] = 256
     """Width of each of the two sinusoidal embeddings."""
 
 
@@ -116,9 +125,12 @@ AnyModulation = Annotated[
 class LoopLoraConfig(StrictConfig):
     """Stored low-rank differences of the core's matrices, chosen by loop (arXiv 2410.20672)."""
 
-    rank: Annotated[int, Field(ge=0)]
+    rank: Annotated[int, Field(ge=0, le=MAX_SIZE)]
     """Rank of each difference; 0 stores none, which leaves the norms alone."""
-    sets_by_loop: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(min_length=1)]
+    sets_by_loop: Annotated[
+        tuple[Annotated[int, Field(ge=-1, lt=MAX_LOOPS)], ...],
+        Field(min_length=1, max_length=MAX_LOOPS),
+    ]
     """Stored set that each loop uses, -1 for none; loops beyond the list use its last entry."""
     norms: bool = False
     """Each set has its own gains of all norms too, those of queries and keys included."""
@@ -156,7 +168,7 @@ class RopeScaling(StrictConfig):
     """llama3: waves longer than original_context / this are divided; only with it."""
     high_freq_factor: PositiveFloat | None = None
     """llama3: waves shorter than original_context / this are kept; only with it."""
-    original_context: PositiveInt | None = None
+    original_context: Tokens | None = None
     """llama3: context before scaling, in tokens; only with it."""
 
     @model_validator(mode="after")
@@ -175,7 +187,7 @@ class RopeScaling(StrictConfig):
 class SlidingConfig(StrictConfig):
     """Attention of the layout letter S."""
 
-    window: PositiveInt
+    window: Tokens
     """Tokens that a query sees, itself included."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary frequencies of these layers."""
@@ -240,19 +252,19 @@ class ModelConfig(StrictConfig):
     """Number of token ids."""
     d_model: PositiveInt
     """Width of the residual stream, in channels."""
-    layout: Annotated[str, Field(min_length=1)] = "AF"
+    layout: Annotated[str, Field(min_length=1, max_length=MAX_SUBLAYERS)] = "AF"
     """Sublayer letters from bottom to top: A attention, S attention over a sliding window, F
     feed-forward; repeated to fill the split."""
-    split: tuple[Annotated[int, Field(ge=0)], PositiveInt, Annotated[int, Field(ge=0)]]
+    split: tuple[Sublayers, Annotated[Sublayers, Field(ge=1)], Sublayers]
     """Sublayers in prelude, core and coda."""
-    segments: tuple[PositiveInt, ...] = ()
+    segments: Annotated[tuple[PositiveInt, ...], Field(max_length=MAX_SUBLAYERS)] = ()
     """Sublayers of the runs that the core is cut into, each looped before the next; empty where
     the core loops as a whole."""
     num_heads: PositiveInt
     """Query heads."""
     num_kv_heads: PositiveInt
     """Key and value heads; divides num_heads."""
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2, le=MAX_SIZE)]
     """Channels per head; free of d_model / num_heads."""
     d_ff: PositiveInt
     """Hidden width of the feed-forward MLP."""
@@ -262,7 +274,7 @@ class ModelConfig(StrictConfig):
     """Feed-forward kind: gated by SiLU, or two matrices around GELU, relu(x)^2, relu(x)^2 / 2."""
     ff_bias: bool = False
     """Feed-forward matrices have biases."""
-    max_context: PositiveInt
+    max_context: Tokens
     """Longest sequence the model is meant for, in tokens."""
     positions: Literal["rotary", "learned", "none"] = "rotary"
     """rotary: queries and keys turn; learned: a vector per position is added to the embedding."""
@@ -284,7 +296,7 @@ class ModelConfig(StrictConfig):
     """Attention projections that have biases."""
     output_gate: bool = False
     """Multiply the heads' output by sigmoid(g_proj x) before o_proj."""
-    value_embeddings: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    value_embeddings: Annotated[tuple[Sublayers, ...], Field(max_length=MAX_SUBLAYERS)] = ()
     """Attention layers, counted from the bottom, that add a gated embedding of the token to their
     values."""
     tie_embeddings: bool = False
@@ -307,11 +319,11 @@ class ModelConfig(StrictConfig):
     """Constants of norm='ngpt', which needs them."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of new matrices; output projections are scaled down by depth."""
-    num_loops: PositiveInt = 1
+    num_loops: LoopCount = 1
     """Loops that tools use when a request names none."""
-    max_loops: PositiveInt = 1
+    max_loops: LoopCount = 1
     """Largest loop count that the model is made for; see loop.beyond_max_loops."""
-    trained_loops: tuple[PositiveInt, ...] | None = None
+    trained_loops: Annotated[tuple[LoopCount, ...], Field(max_length=MAX_LOOPS)] | None = None
     """Loop counts that training has run, ascending; null for every one up to max_loops."""
     loop: LoopConfig = LoopConfig()
     """State update, injection, cache policy."""

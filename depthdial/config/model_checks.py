@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from depthdial.config.letters import LETTERS, check_letters, is_read
+from depthdial.config.limits import MAX_SUBLAYERS
 from depthdial.config.policies import policy_obstacle
 
 
@@ -46,6 +47,11 @@ def check_sublayers(config: Any) -> None:
     """Known letters, and a split that they fill."""
     check_letters(config)
     total, period = sum(config.split), len(config.layout)
+    if total > MAX_SUBLAYERS:
+        raise ValueError(
+            f"split {list(config.split)} adds up to {total:,} sublayers; at most "
+            f"{MAX_SUBLAYERS:,} are built."
+        )
     if total % period:
         raise ValueError(
             f"split {list(config.split)} adds up to {total} sublayers, but layout "

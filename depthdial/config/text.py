@@ -13,6 +13,14 @@ from typing import Any
 
 import yaml
 
+from depthdial.config.limits import (
+    MAX_CONFIG_BYTES,
+    MAX_NESTING,
+    MAX_YAML_BYTES,
+    MAX_YAML_VALUES,
+    shortened,
+)
+
 PairsHook = Callable[[list[tuple[str, Any]]], Any]
 MAX_DIGITS = 4300
 """Digits of the largest whole number that Python reads unless told otherwise."""
@@ -21,8 +29,15 @@ MAX_DIGITS = 4300
 def read_mapping(path: Path) -> dict[str, Any]:
     """The keys and values of a `.json`, `.yaml` or `.yml` file that exists.
 
-    Raises: ValueError naming the file, for one that is damaged or holds anything else.
+    Raises: ValueError naming the file, for one that is damaged, too large or holds anything else.
     """
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    size, most = path.stat().st_size, MAX_CONFIG_BYTES if kind == "JSON" else MAX_YAML_BYTES
+    if size > most:
+        raise ValueError(
+            f"{path} has {size:,} bytes; a {kind} file of settings has at most {most:,}. Give "
+            "another file."
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -30,7 +45,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
             f"{path} is damaged or not UTF-8 text (byte {error.object[error.start]:#x} at "
             f"{error.start}). Restore it, or save it as UTF-8."
         ) from None
-    kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
         values = load_json(text) if kind == "JSON" else load_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -44,17 +58,45 @@ def load_yaml(text: str) -> Any:
     """YAML with the float spelling people type: `1e-3` is a number, not a string.
 
     Dates stay text, as in JSON.
-    Raises: yaml.YAMLError, also for a key that is given twice, with its lines.
+    Raises: yaml.YAMLError, also for a key that is given twice, with its lines, and for aliases that
+        stand for more values than a config has.
     """
     timestamp = "tag:yaml.org,2002:timestamp"
 
     class Loader(yaml.SafeLoader):
-        """SafeLoader with YAML 1.2 floats, without dates, with unique keys."""
+        """SafeLoader with YAML 1.2 floats, without dates, with unique keys and few values."""
 
         yaml_implicit_resolvers = {
             first: [(tag, pattern) for tag, pattern in resolvers if tag != timestamp]
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
         }
+
+        def __init__(self, stream: str) -> None:
+            super().__init__(stream)
+            self.num_values = self.level = 0
+            self.values_of: dict[int, int] = {}
+            """Address of a finished node -> values that an alias of it stands for."""
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+            self.level += 1
+            if self.level > MAX_NESTING:
+                raise yaml.YAMLError(f"it nests groups deeper than {MAX_NESTING} levels.")
+            is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
+            node = super().compose_node(parent, index)
+            self.level -= 1
+            if not is_alias:
+                self.num_values += 1
+                self.values_of[id(node)] = self.num_values - before
+            elif id(node) in self.values_of:
+                self.num_values += self.values_of[id(node)]
+            else:
+                raise yaml.YAMLError("an alias (*name) stands inside what it is the alias of.")
+            if self.num_values > MAX_YAML_VALUES:
+                raise yaml.YAMLError(
+                    f"written out, it has more than {MAX_YAML_VALUES:,} values. Use fewer aliases "
+                    "(*name)."
+                )
+            return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             _check_unique(node)
@@ -100,8 +142,8 @@ def check_plain(value: Any, key: str = "") -> None:
         for name, inner in value.items():
             if not isinstance(name, str):
                 raise ValueError(
-                    f"{where}{value!r}: the key {name!r} is of type {type(name).__name__}; keys "
-                    "are text."
+                    f"{where}{shortened(repr(value))}: the key {name!r} is of type "
+                    f"{type(name).__name__}; keys are text."
                 )
             check_plain(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, list | tuple):
@@ -109,8 +151,8 @@ def check_plain(value: Any, key: str = "") -> None:
             check_plain(inner, f"{key}.{position}" if key else str(position))
     elif value is not None and not isinstance(value, str | int | float):
         raise ValueError(
-            f"{where}{value!r} is of type {type(value).__name__}; allowed are text, numbers, "
-            "true, false, null, lists and groups of keys."
+            f"{where}{shortened(repr(value))} is of type {type(value).__name__}; allowed are text, "
+            "numbers, true, false, null, lists and groups of keys."
         )
 
 

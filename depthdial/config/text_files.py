@@ -9,18 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from depthdial.config.limits import MAX_NESTING
 from depthdial.config.text import load_json
 
 LICENCE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 """Texts that whoever passes weights on must pass on too."""
 MAX_JSON_BYTES = 64 * 2**20
 """Largest JSON file: an index of a million tensors has as much."""
-MAX_CONFIG_BYTES = 4 * 2**20
-"""Largest config.json; published ones have under 100 kB."""
 MAX_NAME_LENGTH = 200
 """Longest file name, in characters; file systems allow 255 bytes."""
-MAX_NESTING = 32
-"""Most levels of groups inside groups."""
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -30,16 +27,13 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str
         no JSON, or no object.
     """
     text = read_text(path, max_bytes=max_bytes)
-    too_deep = ValueError(f"{path} nests groups deeper than {MAX_NESTING} levels; it is damaged.")
     try:
         values = load_json(text)
-    except RecursionError:
-        raise too_deep from None
     # Also a key that is given twice, or a number of thousands of digits.
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error} Copy it again.") from None
     if _nesting(values) > MAX_NESTING:
-        raise too_deep
+        raise ValueError(f"{path} nests groups deeper than {MAX_NESTING} levels; it is damaged.")
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}.")
     return values

@@ -10,7 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from depthdial.config.base import BelowOne, Fraction, PositiveFloat, PositiveInt, StrictConfig
+from depthdial.config.base import BelowOne, Fraction, PositiveFloat, StrictConfig
+from depthdial.config.limits import MAX_SLICES, MAX_SUBLAYERS, LoopCount, PositiveInt, Tokens
 
 SamplerName = Literal[
     "fixed",
@@ -52,7 +53,7 @@ class DataConfig(StrictConfig):
     """Chains of a row; only with pointer_chain, which needs it."""
     chain_length: PositiveInt | None = None
     """Letters of a chain; only with pointer_chain, which needs it."""
-    context: PositiveInt
+    context: Tokens
     """Tokens per row."""
     tokenizer_vocab: PositiveInt | None = None
     """Size of the byte-level BPE trained on a named corpus, which needs it unless train.init
@@ -88,23 +89,25 @@ class DepthConfig(StrictConfig):
     1 + Poisson(LogNormal), one draw for all slices (arXiv 2502.05171); poisson_truncated: at
     least 1 of Poisson, one draw per slice (arXiv 2604.12946). Both stop at model.max_loops.
     listed: an entry of listed_loops, one draw for all slices."""
-    listed_loops: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    listed_loops: (
+        Annotated[tuple[LoopCount, ...], Field(min_length=1, max_length=MAX_SUBLAYERS)] | None
+    ) = None
     """Loop counts of the listed sampler, one as likely as another, repeats allowed: 2, 2, 3, 4
     runs two loops half of the time. Only with it."""
-    fixed_loops: PositiveInt | None = None
+    fixed_loops: LoopCount | None = None
     """Loop count of the fixed sampler; only with it."""
-    mean_loops: PositiveInt | None = None
+    mean_loops: LoopCount | None = None
     """Mean of the Poisson rate; only with the two Poisson samplers, which need it."""
     override_frac: Fraction = 0.0
     """Fraction of slices forced to one loop; the weighted samplers take their marginals from it."""
-    num_depth_slices: PositiveInt = 8
+    num_depth_slices: Annotated[int, Field(ge=1, le=MAX_SLICES)] = 8
     """Fixed slices of the global batch; each runs one loop count."""
     depth_scope: Literal["step", "slice_group"] = "step"
     """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices
     (sync_*, override, poisson_lognormal, listed). The override rotates over all of the step."""
     slices_per_draw: PositiveInt | None = None
     """Slices that share one majority draw; only with slice_group."""
-    backprop_loops: PositiveInt | None = None
+    backprop_loops: LoopCount | None = None
     """The gradient goes back through the last so many loops; earlier ones run without one. null
     for all loops. During a curriculum of a Poisson sampler at most its present mean."""
     curriculum: Literal["none", "linear", "one_minus_sqrt"] = "none"
@@ -129,7 +132,7 @@ class DistillConfig(StrictConfig):
     """Weight of the divergence in nats per token; cross entropy has weight 1."""
     teacher: str | None = None
     """Model directory of the teacher, of the same token ids; null for that of train.init."""
-    teacher_loops: PositiveInt = 1
+    teacher_loops: LoopCount = 1
     """Loops that the teacher runs."""
     rows: Literal["all", "one_loop"] = "all"
     """Rows that are compared: all at their own loop count, or those that run one loop (which

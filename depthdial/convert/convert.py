@@ -7,7 +7,6 @@ a result that is not what its method promises is not.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -50,9 +49,15 @@ from depthdial.convert.methods import method_named, read_options
 from depthdial.convert.tying import anchored, damped, loop_window, tie_layers
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from depthdial.disk import new_folder
-from depthdial.formats.import_export import copy_licences
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, save_model
-from depthdial.model.folder import ORIGIN_FILE, ORIGIN_TENSORS_FILE, copy_files, hash_files
+from depthdial.model.folder import (
+    ORIGIN_FILE,
+    ORIGIN_TENSORS_FILE,
+    copy_files,
+    copy_licences,
+    copy_own,
+    hash_files,
+)
 from depthdial.model.init_weights import init_weights
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.report.core_choice import window_png
@@ -351,7 +356,7 @@ def _write_records(report: ConversionReport, folder: Path, *, source: Path, seed
     copy_licences(source, folder)
     for name in (ORIGIN_FILE, ORIGIN_TENSORS_FILE):
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            copy_own(source, name, folder)
     values = {
         "method": report.method,
         "options": report.options.to_dict(),

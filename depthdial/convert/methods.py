@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from depthdial.config import CachePolicy, StrictConfig, nearest_name
-from depthdial.config.base import Fraction, PositiveInt
+from depthdial.config.base import Fraction
+from depthdial.config.limits import LoopCount, PositiveInt
 
 Selection = Literal["stepwise", "average", "lower"]
 Order = Literal["cycle", "sequence"]
@@ -125,7 +126,7 @@ class ELROptions(ElasticOptions):
 class ElasticFixedOptions(StrictConfig):
     """Options of `elastic-fixed`."""
 
-    max_loops: PositiveInt | None = None
+    max_loops: LoopCount | None = None
     """Largest loop count that the result is meant for; null for that of the base."""
     conditioning: Literal["modulation", "loop_lora"] | None = None
     """What tells the loops apart: ELR's modulation, or low-rank differences stored per loop; null

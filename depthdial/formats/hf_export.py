@@ -20,7 +20,7 @@ from depthdial.config.model import current_tensor_name
 from depthdial.config.text_files import dump_json
 from depthdial.data.tokenizer import GENERATION_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, id_list
 from depthdial.disk import new_folder
-from depthdial.formats.import_export import ExportReport, copy_licences
+from depthdial.formats.import_export import ExportReport
 from depthdial.formats.model_card import CARD_FILE, write_card
 from depthdial.formats.source_folder import check_specs
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
@@ -33,7 +33,7 @@ from depthdial.model.checkpoint import (
     read_tensors,
     write_tensors,
 )
-from depthdial.model.folder import Origin
+from depthdial.model.folder import Origin, copy_licences
 
 FORMAT = "hf"
 """Name of this format on the command line."""

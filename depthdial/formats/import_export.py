@@ -7,7 +7,6 @@ files of tensors are in `tensors/files.py`, GGUF files in `gguf/files.py`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from depthdial.config import ModelConfig
-from depthdial.config.text_files import LICENCE_PATTERNS, dump_json
+from depthdial.config.text_files import dump_json
 from depthdial.data.tokenizer import GENERATION_CONFIG_FILE
 from depthdial.disk import hash_file, new_folder
 from depthdial.formats.families.registry import (
@@ -56,6 +55,7 @@ from depthdial.model.folder import (
     ORIGIN_TENSORS_FILE,
     Origin,
     carried_files,
+    copy_licences,
     local_source,
 )
 
@@ -324,14 +324,6 @@ def _files_read(opened: OpenedSource) -> list[str]:
     names = [CONFIG_FILE, *opened.files.file_names]
     names += [INDEX_FILE] if opened.files.has_index else []
     return names + carried_files(opened.folder)
-
-
-def copy_licences(source: Path, destination: Path) -> None:
-    """Copy licence texts: who passes weights on must pass them on too."""
-    for pattern in LICENCE_PATTERNS:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, destination / path.name)
 
 
 def _write_ours(opened: OpenedSource, folder: Path) -> tuple[str, ...]:

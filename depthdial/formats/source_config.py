@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthdial.config import nearest_name
+from depthdial.config.limits import MAX_CONTEXT, MAX_LOOPS, MAX_SUBLAYERS
 from depthdial.formats.reasons import Reasons
 
 WITHOUT_EFFECT = (
@@ -98,10 +99,8 @@ of the families here reads none of them."""
 EMPTY_DEFAULTS = ("pruned_heads",)
 """Keys of such a dump that have no effect while they are empty."""
 
-MAX_CONTEXT = 2**24
-"""Tokens of the longest context or window that is opened; far beyond any published model."""
-MOST_LAYERS = 10_000
-"""Far beyond any published model; a config with more is damaged or hostile."""
+MAX_LAYERS = MAX_SUBLAYERS // 2
+"""A published layer is two sublayers of ours."""
 
 
 class SourceConfig:
@@ -163,12 +162,22 @@ class SourceConfig:
         """A number of layers. Raises: ValueError for one that no model has, before anything is
         built for each of them."""
         layers = self.count(key)
-        if layers > MOST_LAYERS:
+        if layers > MAX_LAYERS:
             raise ValueError(
                 f"'{self._where}{key}' is {layers} in {self.called}; this runtime opens models "
-                f"of at most {MOST_LAYERS} layers."
+                f"of at most {MAX_LAYERS:,} layers."
             )
         return layers
+
+    def loops(self, key: str, default: int | None = None) -> int:
+        """A number of loops. Raises: ValueError for more than are run anywhere."""
+        loops = self.count(key, default)
+        if loops > MAX_LOOPS:
+            raise ValueError(
+                f"'{self._where}{key}' is {loops:,} in {self.called}; this runtime opens models of "
+                f"at most {MAX_LOOPS:,} loops."
+            )
+        return loops
 
     def count(self, key: str, default: int | None = None) -> int:
         """A positive whole number; null counts as absent. Raises: ValueError for all else."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from depthdial.config import ModelConfig
-from depthdial.config.text_files import MAX_CONFIG_BYTES, read_json_object
+from depthdial.config.limits import MAX_CONFIG_BYTES
+from depthdial.config.text_files import read_json_object
 from depthdial.disk import named_in_errors
 from depthdial.formats.families.registry import (
     Family,
@@ -30,15 +31,14 @@ from depthdial.formats.families.registry import (
 from depthdial.formats.gguf.files import GgufFile, find_gguf
 from depthdial.formats.gguf.tokens import write_tokenizer
 from depthdial.formats.reasons import Reasons
-from depthdial.formats.source_config import MAX_CONTEXT
+from depthdial.formats.source_config import MAX_LAYERS
 from depthdial.formats.tensors.files import TensorFiles, TensorSpec
 from depthdial.formats.text.tokens import TokenReport, read_tokens
 from depthdial.model.checkpoint import CONFIG_FILE, empty_model
 from depthdial.model.count import count_parameters
+from depthdial.model.folder import carried_files, check_own, licence_files
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-MAX_LAYERS = MAX_LOOPS = 10_000
-"""Most layers, loops and tokens that a config may name, compared before anything is built."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,10 @@ def open_source(
     with reasons.collect(), text_folder(path if gguf is None else header_only) as (folder, notes):
         tokens = read_tokens(folder, config=values, vocab_size=vocab_size)
         tokens = replace(tokens, notes=notes or tokens.notes)
+    place = path if gguf is None else gguf.parent
+    for name in (*(carried_files(place) if gguf is None else ()), *licence_files(place)):
+        with reasons.collect():
+            check_own(place, name)
     reasons.raise_if_any()
     assert config is not None and files is not None and tokens is not None
     return OpenedSource(files.folder, known, values, config, files, tuple(rules), specs, tokens)
@@ -173,13 +177,6 @@ def read_family(values: dict[str, Any], known: Family, reasons: Reasons) -> Mode
     config = known.read(source)
     with reasons.collect():
         source.check_all_read()
-    for name, value, limit in (
-        ("max_loops", config.max_loops, MAX_LOOPS),
-        ("max_context", config.max_context, MAX_CONTEXT),
-    ):
-        # No size of a tensor would contradict these.
-        if value > limit:
-            raise _absurd(name, value, limit)
     return config
 
 

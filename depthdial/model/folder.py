@@ -128,18 +128,56 @@ def is_other_tokenizer(name: str) -> bool:
 
 
 def carried_files(folder: Path) -> list[str]:
-    """Names of the files for text that a folder has; links to regular files count."""
+    """Names of the files for text that a folder has; links to regular files count, and may be
+    refused when they are copied."""
     names = [name for name in CARRIED_FILES if (folder / name).is_file()]
     names += sorted(path.name for path in folder.glob("*.tiktoken") if path.is_file())
     templates = sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
     return names + [f"{TEMPLATES_FOLDER}/{path.name}" for path in templates if path.is_file()]
 
 
+def licence_files(folder: Path) -> list[str]:
+    """Names of the texts of a folder that whoever passes weights on must pass on too."""
+    found = {path.name for pattern in LICENCE_PATTERNS for path in folder.glob(pattern)}
+    return sorted(name for name in found if (folder / name).is_file())
+
+
 def copy_files(source: Path, destination: Path) -> None:
-    """Copy the files for text; links are followed."""
+    """Copy the files for text. Raises: as `copy_own`."""
     for name in carried_files(source):
-        (destination / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source / name, destination / name)
+        copy_own(source, name, destination)
+
+
+def copy_licences(source: Path, destination: Path) -> None:
+    """Copy licence texts. Raises: as `copy_own`."""
+    for name in licence_files(source):
+        copy_own(source, name, destination)
+
+
+def copy_own(source: Path, name: str, destination: Path) -> None:
+    """Copy one file of a folder as it is. Raises: as `check_own`."""
+    check_own(source, name)
+    (destination / name).parent.mkdir(exist_ok=True)
+    shutil.copyfile(source / name, destination / name)
+
+
+def check_own(folder: Path, name: str) -> None:
+    """Refuse a link that leads out of a folder: what is copied may be passed on, and a checkpoint
+    from elsewhere must not pick any file of this computer for that.
+
+    The hub's cache keeps the contents of a snapshot's links in `blobs` beside it.
+
+    Raises: ValueError with the link, where it leads, and what to do.
+    """
+    root, target = folder.resolve(), (folder / name).resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent.resolve() / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise ValueError(
+            f"{folder / name} is a link that leads out of its folder, to {target}: it is not "
+            "copied. Put the file itself there, or remove the link."
+        )
 
 
 def companions(folder: str | Path) -> Iterator[Path]:
@@ -152,9 +190,9 @@ def companions(folder: str | Path) -> Iterator[Path]:
 
 
 def copy_companions(source: str | Path, destination: Path) -> None:
-    """Copy what travels with a model, byte for byte."""
+    """Copy what travels with a model, byte for byte. Raises: as `copy_own`."""
     for path in companions(source):
-        shutil.copyfile(path, destination / path.name)
+        copy_own(Path(source), path.name, destination)
 
 
 @dataclass(frozen=True)

@@ -168,6 +168,27 @@ class TestPlan:
         assert "* more loops than the max_loops = 5 that the model is made for" in out
         assert "longer than the context the model is meant for (4,096)" in out
 
+    @pytest.mark.parametrize("k", ["1000000", "9" * 5000])
+    @pytest.mark.parametrize(
+        "command", [["plan", "gpt-0.5b"], ["inspect", "a"], ["generate", "a", "b"]]
+    )
+    def test_f31_absurd_loop_counts_are_refused(
+        self, cli: Command, command: list[str], k: str
+    ) -> None:
+        code, out, err = cli(*command, "--num-loops", k)
+        assert (code, out) == (1, "") and err.endswith(": at most 1,024 loops run.\n")
+        assert len(err) < 100
+
+    def test_f31_many_loops_are_planned_by_powers_of_two(
+        self, cli: Command, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "config.json"
+        path.write_text(preset("tiny-text").replace(max_loops=100).to_json(), encoding="utf-8")
+        lines = cli("plan", path).out.partition("Cached")[0].splitlines()
+        first = [line.split()[0].rstrip("*") for line in lines if line.strip()]
+        loops = [int(word) for word in first if word.isdecimal()]
+        assert loops[:8] == [1, 2, 4, 8, 16, 32, 64, 100]
+
     def test_guessed_fields_of_a_preset_are_named(self, cli: Command) -> None:
         assert "Guessed, as not published: num_heads" in cli("plan", "gpt-0.5b").out
 

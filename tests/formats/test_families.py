@@ -80,10 +80,10 @@ def without(case, *keys):
         ("loopus", {"encoder_layer_indices": ["a"]}, "list of numbers"),
         ("loopus", {"encoder_layer_indices": [-1]}, "each of the 5 layers"),
         ("nanbeige", {"loop_loss_weights": 3}, "'loop_loss_weights' is 3.*not a list"),
-        ("llama", {"num_hidden_layers": 10**9}, "at most 10000 layers"),
-        ("huginn", {"n_layers_in_coda": 10**9}, "at most 10000 layers"),
-        ("parcae", {"n_layers_in_prelude": 10**9}, "at most 10000 layers"),
-        ("loopformer", {"n_layer": 10**9}, "at most 10000 layers"),
+        ("llama", {"num_hidden_layers": 10**9}, "at most 10,000 layers"),
+        ("huginn", {"n_layers_in_coda": 10**9}, "at most 10,000 layers"),
+        ("parcae", {"n_layers_in_prelude": 10**9}, "at most 10,000 layers"),
+        ("loopformer", {"n_layer": 10**9}, "at most 10,000 layers"),
     ],
 )
 def test_refusals_name_the_key_and_what_can_be_done(case_name, changes, message):

@@ -41,7 +41,7 @@ def read(source: SourceConfig) -> ModelConfig:
     split = _split(source, len(letters))
     special = (_read_format_1 if is_format_1 else _read_layer_types)(source, letters)
     num_heads = source.count("num_attention_heads")
-    num_loops = source.count("n_recurrent_loops")
+    num_loops = source.loops("n_recurrent_loops")
     gate_init = source.take("attention_output_gate_logit_scale_init")
     if gate_init is not None:
         gate_init = source.number("attention_output_gate_logit_scale_init")

@@ -27,7 +27,7 @@ DEFAULTS = Defaults(
 
 def read(source: SourceConfig) -> ModelConfig:
     """The released model is trained at its own loop count only."""
-    num_loops = source.count("loop_num", 2)
+    num_loops = source.loops("loop_num", 2)
     config = ModelConfig.from_dict(
         {
             **read_decoder(source, DEFAULTS),

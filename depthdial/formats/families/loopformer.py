@@ -29,7 +29,7 @@ def read(source: SourceConfig) -> ModelConfig:
     source.ignore("dropout")
     d_model, num_heads = source.count("n_embd"), source.count("n_head")
     has_bias = source.flag("bias")
-    num_loops = source.count("max_model_loops", RELEASED_LOOPS)
+    num_loops = source.loops("max_model_loops", RELEASED_LOOPS)
     # The released norms name no epsilon, which means the machine epsilon of their dtype.
     norm_eps = torch.finfo(torch.float32).eps
     return ModelConfig.from_dict(

@@ -53,7 +53,7 @@ def read(source: SourceConfig) -> ModelConfig:
     fields = BASES[base_type](base).to_dict()
     source.expect("hidden_size", None, fields["d_model"])
     source.expect("vocab_size", None, fields["vocab_size"])
-    num_loops = source.count("N")
+    num_loops = source.loops("N")
     config = ModelConfig.from_dict(
         {
             **fields,

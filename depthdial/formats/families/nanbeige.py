@@ -60,7 +60,7 @@ def read(source: SourceConfig) -> ModelConfig:
     source.ignore(*DETAILS_OF_SWITCHES)
     # Another name of head_dim in this family's training code.
     source.expect("kv_channels", None, fields["head_dim"])
-    num_loops, final_norm = source.count("num_loops", 1), "loop"
+    num_loops, final_norm = source.loops("num_loops", 1), "loop"
     loss_weights = source.take("loop_loss_weights")
     if not isinstance(loss_weights, list | None):
         raise ValueError(

@@ -25,7 +25,7 @@ POST_NORMS = ("input_layernorm_2", "post_attention_layernorm_2")
 
 def read(source: SourceConfig) -> ModelConfig:
     """All loops are supervised in training, so num_loops is max_loops."""
-    num_loops = source.count("total_ut_steps")
+    num_loops = source.loops("total_ut_steps")
     # The released classes have neither biases nor a key for them.
     for key in ("attention_bias", "mlp_bias"):
         source.expect(key, False, None)

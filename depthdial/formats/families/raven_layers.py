@@ -89,7 +89,7 @@ PARTS = ("prelude", "recurrent_block", "coda")
 
 def read_mean_loops(source: SourceConfig) -> dict[str, int]:
     """num_loops and max_loops of a model that knows only its mean; see LOOPS_PER_MEAN."""
-    mean = source.count("mean_recurrence")
+    mean = source.loops("mean_recurrence")
     return {"num_loops": mean, "max_loops": LOOPS_PER_MEAN * mean}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from depthdial.cache.loop_counts import check_num_loops
 from depthdial.config import CachePolicy, ModelConfig
 from depthdial.model.count.cache import cache_bytes, require_count
 from depthdial.model.count.flops import flops_per_token
@@ -132,6 +133,8 @@ def plan(
     """
     if not num_loops:
         raise ValueError("num_loops is empty; give at least one loop count, e.g. [1, 2, 4].")
+    for k in num_loops:
+        check_num_loops(k)
     policy = policy or config.loop.cache_policy
     if mean_loops is None:
         mean_loops = mean_training_loops(config.max_loops, override_frac=0.0)
