@@ -8,6 +8,7 @@ Letters: B rows, T tokens of a row (the context).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -117,16 +118,25 @@ class PackedText:
     """
 
     def __init__(
-        self, shards: TokenShards, *, context: int, seed: int, isolate_documents: bool = True
+        self,
+        shards: TokenShards,
+        *,
+        context: int,
+        seed: int,
+        opening_id: int | None,
+        isolate_documents: bool = True,
     ) -> None:
         """Rows of one split.
 
         Args:
             context: tokens per row.
             seed: of the document order, in [0, 2**63).
-            isolate_documents: give document ids. End-of-text belongs to the document that
-                follows it: the first token of every document is predicted from it and nothing
-                else, as in evaluation, and every target is scored.
+            opening_id: token that opens a document (`Tokenizer.opening_id`). It stands where the
+                end-of-text of the document before would be read, so that the first token of every
+                document is predicted from it, as in evaluation and generation. None: a model that
+                expects no such token; then a document's first token is not scored.
+            isolate_documents: give document ids. The opening token belongs to the document that
+                follows it.
 
         Raises: ValueError if the split is shorter than one row.
         """
@@ -145,7 +155,12 @@ class PackedText:
         self.isolate_documents = isolate_documents
         self.vocab_size = shards.vocab_size
         self.epoch_tokens = shards.num_tokens
+        self.opening_id = opening_id
         self.fingerprint = shards.fingerprint
+        if opening_id != shards.eos_id:
+            # The same files with another opening are other rows.
+            opened = f"{shards.fingerprint} opened by {opening_id}"
+            self.fingerprint = hashlib.sha256(opened.encode()).hexdigest()
         self._file_starts = np.cumsum(shards.lengths) - shards.lengths
         self._orders: dict[int, _EpochOrder] = {}
 
@@ -158,14 +173,22 @@ class PackedText:
         shape = (num_rows, self.context)
         stream, serials = self._read(first_row * self.context, num_rows * self.context + 1)
         self.shards.check_ids(stream)
+        inputs, targets, owners = stream[:-1].copy(), stream[1:].copy(), serials[1:].copy()
+        # Where a target is the first token of its document, the input is the end-of-text of the
+        # document before. An input belongs to the document of its target, so it opens the next one.
+        is_first = serials[1:] != serials[:-1]
+        if self.opening_id is None:
+            targets[is_first] = IGNORE
+            owners[is_first] = serials[:-1][is_first]
+        elif self.opening_id != self.shards.eos_id:
+            inputs[is_first] = self.opening_id
         document_ids_BT = None
         if self.isolate_documents:
-            # An input belongs to the document of its target, so end-of-text opens the next one.
-            serials_BT = serials[1:].reshape(shape)
-            document_ids_BT = torch.from_numpy(serials_BT - serials_BT[:, :1])
+            owners_BT = owners.reshape(shape)
+            document_ids_BT = torch.from_numpy(owners_BT - owners_BT[:, :1])
         return Batch(
-            tokens_BT=torch.from_numpy(stream[:-1].reshape(shape)),
-            targets_BT=torch.from_numpy(stream[1:].copy().reshape(shape)),
+            tokens_BT=torch.from_numpy(inputs.reshape(shape)),
+            targets_BT=torch.from_numpy(targets.reshape(shape)),
             document_ids_BT=document_ids_BT,
         )
 

@@ -39,7 +39,8 @@ class Tokenizer:
     Attributes:
         eos_token, eos_id: the end-of-text token; None where there is none.
         stop_ids: tokens that end a generated text: `eos_id` and those of generation_config.json.
-        opening_ids: what the model expects before every text.
+        opening_ids: what the model expects before every document, wherever one begins: in training
+            rows, sweeps, scoring and generation. This is the one rule; all of them read it here.
         closing_ids: what follows a whole document where its loss is measured.
 
     `encode` reads text literally: a special token spelled out in a document does
@@ -65,6 +66,19 @@ class Tokenizer:
         own_convention = () if self.eos_id is None else (self.eos_id,)
         self.stop_ids = self.opening_ids = self.closing_ids = own_convention
         self._generation: dict[str, Any] | None = None
+
+    @property
+    def opening_id(self) -> int | None:
+        """The one token that opens a document; None for a model that expects none.
+
+        Raises: ValueError for a model that opens documents with several tokens.
+        """
+        if len(self.opening_ids) > 1:
+            raise ValueError(
+                f"this model opens documents with {len(self.opening_ids)} tokens; training rows "
+                "and sweeps are made for models that open them with one or none."
+            )
+        return self.opening_ids[0] if self.opening_ids else None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:

@@ -155,7 +155,7 @@ def text_job(base: Path, folder: Path, tokenizer: Tokenizer, *, seed: int) -> Jo
 
     task = Task("text", {"path": str(mixture), "context": CONTEXT}, batch_size=4, steps=160)
     shards = TokenShards.open(mixture, "train")
-    rows = PackedText(shards, context=CONTEXT, seed=seed, isolate_documents=True)
+    rows = PackedText(shards, context=CONTEXT, seed=seed, opening_id=shards.eos_id)
     return Job(task, base, rows.rows(0, task.batch_size), score)
 
 

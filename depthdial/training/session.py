@@ -137,6 +137,12 @@ def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
     progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
+    if progress.data == data.file_fingerprint != data.train.fingerprint:
+        raise ValueError(
+            f"the run {run.path} was begun by an earlier version, whose rows opened every document "
+            "with end-of-text; its model opens them with another token, or none, and rows do so "
+            "too. Start a new run from its model with train.init."
+        )
     if progress.data != data.train.fingerprint:
         raise ValueError(
             f"the training data of {run.path} are not what they were: the run read "

@@ -37,6 +37,13 @@ class TrainData:
     tokenizer: Tokenizer
     folder: Path | None
 
+    @property
+    def file_fingerprint(self) -> str:
+        """Equal for equal files, whatever token opens their documents."""
+        if isinstance(self.train, PackedText):
+            return self.train.shards.fingerprint
+        return self.train.fingerprint
+
 
 def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainData:
     """Open (and, for a named corpus, prepare once) the data of a recipe.
@@ -60,16 +67,18 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
     else:
         folder = prepared_folder(recipe, tokenizer=tokenizer)
         shards = {split: TokenShards.open(folder, split) for split in ("train", "valid")}
+        opener = tokenizer or Tokenizer.from_dir(folder)
         train, valid = (
             PackedText(
                 shards[split],
                 context=config.context,
                 seed=seed if split == "train" else VALIDATION_SEED,
                 isolate_documents=config.isolate_documents,
+                opening_id=opener.opening_id,
             )
             for split in ("train", "valid")
         )
-        data = TrainData(train, valid, tokenizer or Tokenizer.from_dir(folder), folder)
+        data = TrainData(train, valid, opener, folder)
         prepared_with = shards["train"].meta["tokenizer_sha256"]
         closed_by = shards["train"].eos_id
         if tokenizer is None and train.vocab_size != data.tokenizer.vocab_size:
@@ -160,12 +169,7 @@ def start_id(tokenizer: Tokenizer) -> int | None:
             "this model's tokenizer has no end-of-text token, so it is not a model of documents. "
             "Text can be measured with a model that was trained on text."
         )
-    if len(tokenizer.opening_ids) > 1:
-        raise ValueError(
-            f"this model opens texts with {len(tokenizer.opening_ids)} tokens; a sweep can measure "
-            "models that open them with one or none."
-        )
-    return tokenizer.opening_ids[0] if tokenizer.opening_ids else None
+    return tokenizer.opening_id
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthdial.data.packing import DataState, PackedText, iterate_batches
+from depthdial.data.packing import IGNORE, DataState, PackedText, iterate_batches
 from depthdial.data.synthetic import PointerPrograms
 
 RECORDED_ORDER = [[6, 1, 5, 2], [7, 4, 3, 0], [7, 3, 5, 6], [4, 0, 2, 1]]
 LENGTHS = st.lists(st.integers(2, 12), min_size=1, max_size=8)
+
+
+def packed(shards, **settings):
+    """Rows of a model of our own convention: end-of-text opens a document."""
+    return PackedText(shards, **{"opening_id": shards.eos_id} | settings)
 
 
 def equal(left, right):
@@ -26,7 +33,7 @@ def sources(draw, memory_shards):
     lengths = draw(LENGTHS)
     context = draw(st.integers(1, sum(lengths) - 1))
     isolate = draw(st.booleans())
-    return PackedText(
+    return packed(
         memory_shards(lengths),
         context=context,
         seed=draw(st.integers(0, 2**63 - 1)),
@@ -69,7 +76,7 @@ def test_rows_are_pure_in_their_number(memory_shards, data, first, count):
     source = data.draw(sources(memory_shards))
     together = source.rows(first, count)
     for i in reversed(range(count)):
-        fresh = PackedText(
+        fresh = packed(
             source.shards,
             context=source.context,
             seed=source.seed,
@@ -92,7 +99,7 @@ def test_end_of_text_opens_the_document_after_it(memory_shards, data):
     """A document's first token is predicted from the end-of-text before it, and from no more."""
     lengths = data.draw(LENGTHS)
     context = data.draw(st.integers(1, sum(lengths) - 1))
-    source = PackedText(memory_shards(lengths), context=context, seed=7)
+    source = packed(memory_shards(lengths), context=context, seed=7)
     batch = source.rows(0, 12)
     starts = {sum(lengths[:i]) for i in range(len(lengths))}
     opens_BT = torch.tensor([[int(t) in starts for t in row] for row in batch.targets_BT])
@@ -101,39 +108,39 @@ def test_end_of_text_opens_the_document_after_it(memory_shards, data):
 
 
 def test_without_isolation_there_are_no_document_ids(memory_shards):
-    source = PackedText(memory_shards([5, 6]), context=4, seed=0, isolate_documents=False)
+    source = packed(memory_shards([5, 6]), context=4, seed=0, isolate_documents=False)
     batch = source.rows(0, 2)
     assert batch.document_ids_BT is None and batch.padding_mask_BT is None
 
 
 def test_one_document_repeated_is_told_apart_from_itself(memory_shards):
     """At an epoch end a document can follow itself; it must not attend to its earlier copy."""
-    batch = PackedText(memory_shards([4]), context=3, seed=0).rows(1, 1)
+    batch = packed(memory_shards([4]), context=3, seed=0).rows(1, 1)
     assert batch.tokens_BT.tolist() == [[3, 0, 1]]
     assert batch.document_ids_BT.tolist() == [[0, 0, 0]]
     assert batch.targets_BT.tolist() == [[0, 1, 2]]
-    earlier = PackedText(memory_shards([4]), context=3, seed=0).rows(0, 2)
+    earlier = packed(memory_shards([4]), context=3, seed=0).rows(0, 2)
     assert earlier.document_ids_BT.tolist() == [[0, 0, 0], [0, 0, 0]]
-    wide = PackedText(memory_shards([4]), context=2, seed=0).rows(1, 1)
+    wide = packed(memory_shards([4]), context=2, seed=0).rows(1, 1)
     assert wide.tokens_BT.tolist() == [[2, 3]]
     assert wide.document_ids_BT.tolist() == [[0, 1]]
 
 
 def test_epochs_and_seeds_have_different_orders(memory_shards):
     shards = memory_shards([2] * 50)
-    orders = [PackedText(shards, context=50, seed=seed).rows(0, 4).tokens_BT for seed in (0, 1)]
+    orders = [packed(shards, context=50, seed=seed).rows(0, 4).tokens_BT for seed in (0, 1)]
     assert not torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0][:2], orders[0][2:])
 
 
 def test_document_order_of_a_seed_is_the_recorded_one(memory_shards):
     """Old runs must resume on new versions: the order may never change."""
-    source = PackedText(memory_shards([2] * 8), context=8, seed=3)
+    source = packed(memory_shards([2] * 8), context=8, seed=3)
     assert (source.rows(0, 4).tokens_BT[:, ::2] // 2).tolist() == RECORDED_ORDER
 
 
 def test_batch_types_are_int64(memory_shards):
-    batch = PackedText(memory_shards([5, 6]), context=4, seed=0).rows(0, 2)
+    batch = packed(memory_shards([5, 6]), context=4, seed=0).rows(0, 2)
     assert {part.dtype for part in batch if part is not None} == {torch.int64}
 
 
@@ -152,7 +159,7 @@ def test_resuming_anywhere_equals_the_uninterrupted_run(memory_shards, data, bat
 
 
 def test_a_state_set_eight_steps_before_an_epoch_end_crosses_it(memory_shards):
-    source = PackedText(memory_shards([7, 11, 5, 9, 13, 3] * 20), context=6, seed=5)
+    source = packed(memory_shards([7, 11, 5, 9, 13, 3] * 20), context=6, seed=5)
     batch_size = 4
     steps_per_epoch = source.epoch_tokens // (source.context * batch_size)
     start = DataState((steps_per_epoch - 8) * batch_size)
@@ -185,16 +192,67 @@ def test_batch_size_zero_is_refused_at_the_call(memory_shards):
 def test_text_shorter_than_one_row_is_refused_with_both_numbers(memory_shards):
     message = "has 8 tokens, but one row of context 8 needs 9. .*at most 7"
     with pytest.raises(ValueError, match=message):
-        PackedText(memory_shards([8]), context=8, seed=0)
+        packed(memory_shards([8]), context=8, seed=0)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True])
 def test_bad_seed_is_refused(memory_shards, seed):
     with pytest.raises(ValueError, match="seed="):
-        PackedText(memory_shards([8]), context=2, seed=seed)
+        packed(memory_shards([8]), context=2, seed=seed)
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 2), (0, 0)])
 def test_bad_row_range_is_refused(memory_shards, first, count):
     with pytest.raises(ValueError, match="first_row >= 0 and num_rows >= 1"):
-        PackedText(memory_shards([8]), context=2, seed=0).rows(first, count)
+        packed(memory_shards([8]), context=2, seed=0).rows(first, count)
+
+
+# ---- what opens a document
+
+OPENS, ENDS = 90, 91
+
+
+@pytest.fixture
+def two_documents(memory_shards):
+    """Documents of 3 and 4 tokens, the last one of each end-of-text."""
+    shards = memory_shards([3, 4])
+    tokens = shards.tokens.copy()
+    tokens[[2, 6]] = ENDS
+    return dataclasses.replace(shards, tokens=tokens, eos_id=ENDS, vocab_size=100)
+
+
+def test_f13_every_document_is_opened_by_the_token_that_the_model_expects(two_documents):
+    """Opened by end-of-text in training and by its own token in use, a healed model knew the
+    first token of a document in training only."""
+    own = packed(two_documents, context=6, seed=0)
+    other = packed(two_documents, context=6, seed=0, opening_id=OPENS)
+    ours, theirs = own.rows(0, 4), other.rows(0, 4)
+    assert torch.equal(ours.targets_BT, theirs.targets_BT)
+    assert torch.equal(ours.document_ids_BT, theirs.document_ids_BT)
+    is_opening = ours.tokens_BT == ENDS
+    assert is_opening.sum() >= 5
+    assert torch.equal(theirs.tokens_BT, ours.tokens_BT.masked_fill(is_opening, OPENS))
+
+
+def test_f13_without_an_opening_token_a_first_token_is_not_scored(two_documents):
+    own = packed(two_documents, context=6, seed=0).rows(0, 4)
+    none = packed(two_documents, context=6, seed=0, opening_id=None).rows(0, 4)
+    is_opening = own.tokens_BT == ENDS
+    assert torch.equal(none.targets_BT, own.targets_BT.masked_fill(is_opening, IGNORE))
+    assert torch.equal(none.tokens_BT, own.tokens_BT)
+    # The end-of-text stays with the document that it ends, and the next one does not see it.
+    whole = ~is_opening[:, 0]
+    assert whole.sum() >= 2
+    ids, ours, is_opening = (
+        x[whole] for x in (none.document_ids_BT, own.document_ids_BT, is_opening)
+    )
+    assert torch.equal(ids[~is_opening], ours[~is_opening])
+    assert (ids[is_opening] == ours[is_opening] - 1).all()
+
+
+def test_f13_rows_with_another_opening_are_other_data(two_documents):
+    prints = {
+        packed(two_documents, context=6, seed=0, opening_id=opening).fingerprint
+        for opening in (ENDS, OPENS, None)
+    }
+    assert len(prints) == 3 and two_documents.fingerprint in prints

@@ -166,7 +166,7 @@ def test_b23_no_packed_document_is_of_length_zero(gaps, tmp_path, byte_tokenizer
     prepare([gaps], tmp_path / "out", tokenizer=byte_tokenizer, valid_frac=0.0)
     shards = TokenShards.open(tmp_path / "out", "train")
     assert shards.lengths.min() == 2
-    batch = PackedText(shards, context=4, seed=0).rows(0, 30)
+    batch = PackedText(shards, context=4, seed=0, opening_id=shards.eos_id).rows(0, 30)
     assert (batch.targets_BT != IGNORE).all()
     assert (batch.document_ids_BT.diff(dim=1) >= 0).all()
 

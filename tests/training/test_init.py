@@ -11,7 +11,8 @@ import torch
 import yaml
 
 import depthdial
-from depthdial.api.model import load_recipe
+from depthdial.api.model import load
+from depthdial.api.recipes import load_recipe
 from depthdial.config import (
     DepthConfig,
     LoopConfig,
@@ -29,7 +30,7 @@ from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.init_model import folder_facts, load_init
 from depthdial.training.pretrain import resume, train
 from depthdial.training.run_dir import RunDir
-from depthdial.training.sources import open_data, prepared_folder
+from depthdial.training.sources import open_data, prepared_folder, start_id
 
 TEXTS = [f"The loop runs {i} times, and {i} more. " * 30 for i in range(8)]
 MEASURED_ON_THE_BASE = ("README.md", "sweep.json", "equality.json", "window.json", "report.json")
@@ -428,3 +429,49 @@ def test_sigterm_in_a_healing_run_saves_and_resumes(recipe, tmp_path):
     )
     assert (stopped.status, stopped.step) == ("terminated", 1)
     assert resume(stopped.path).status == "finished"
+
+
+# ---- what opens a document
+
+
+@pytest.fixture
+def other_opening(base, tmp_path) -> Path:
+    """The base as a model that opens documents with a token of its own, as imported ones do."""
+    folder = tmp_path / "opened"
+    shutil.copytree(base, folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text()) | {"opening_tokens": ["!"]}
+    path.write_text(json.dumps(values))
+    return folder
+
+
+def test_f13_rows_sweeps_and_prompts_open_a_document_alike(recipe, other_opening):
+    tokenizer = Tokenizer.from_dir(other_opening)
+    opening = tokenizer.opening_id
+    assert opening is not None and opening != tokenizer.eos_id
+    data = open_data(recipe(**{"train.init": str(other_opening)}))
+    for source in (data.train, data.valid):
+        batch = source.rows(0, 200)
+        after_end = batch.targets_BT[:, :-1] == tokenizer.eos_id
+        assert after_end.any()
+        assert (batch.tokens_BT[:, 1:][after_end] == opening).all()
+    assert start_id(tokenizer) == opening
+    assert load(other_opening)._prompt_ids(["x"])[0][0] == opening
+
+
+def test_f13_a_model_that_opens_documents_with_several_tokens_is_refused(recipe, other_opening):
+    path = other_opening / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"opening_tokens": ["!", "!"]}))
+    with pytest.raises(ValueError, match="opens documents with 2 tokens"):
+        open_data(recipe(**{"train.init": str(other_opening)}))
+
+
+def test_f13_resume_says_that_an_earlier_version_opened_documents_otherwise(
+    recipe, other_opening, tmp_path, monkeypatch
+):
+    changes = {"train.init": str(other_opening), "train.steps": 2, "train.checkpoint_every": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "opening_id", property(lambda self: self.eos_id))
+        run = train(recipe(**changes), root=tmp_path).path
+    with pytest.raises(ValueError, match="earlier version, whose rows opened every document"):
+        resume(run)

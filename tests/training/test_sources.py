@@ -166,7 +166,7 @@ def test_documents_of_an_imported_model_follow_its_publisher(
 
 
 def test_a_model_that_opens_texts_with_several_tokens_cannot_be_scored(byte_base, tmp_path):
-    with pytest.raises(ValueError, match="opens texts with 2 tokens"):
+    with pytest.raises(ValueError, match="opens documents with 2 tokens"):
         start_id(imported(byte_base, tmp_path, ["a", "b"]))
 
 
