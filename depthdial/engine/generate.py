@@ -21,7 +21,7 @@ from depthdial.cache.loop_counts import NumLoops, allowed_num_loops, check_num_l
 from depthdial.config import CachePolicy
 from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned
 from depthdial.engine.sampling import Sampling, chosen_logprobs, sample
-from depthdial.model.call import Call
+from depthdial.model.call import Call, check_finite_logits
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.stopping_rules import StoppingRule
 
@@ -171,7 +171,7 @@ def _decode(
     loops_B = torch.as_tensor(loops).expand(len(logits_BV))
     is_open_B = torch.ones(len(logits_BV), dtype=torch.bool)
     for new_tokens in range(1, max_new_tokens + 1):
-        _check_finite(logits_BV[is_open_B.to(device)])
+        check_finite_logits(logits_BV[is_open_B.to(device)])
         next_B = sample(logits_BV, sampling, generators).cpu()
         logprobs_B = chosen_logprobs(logits_BV, next_B) if logprobs else None
         for row in is_open_B.nonzero()[:, 0].tolist():
@@ -234,16 +234,6 @@ def _prefill(
         ends_here = ((lengths_B > start) & (lengths_B <= end)).nonzero()[:, 0]
         last_BD[ends_here] = x_BTD[ends_here, lengths_B[ends_here] - 1 - start]
     return model.head(last_BD)
-
-
-def _check_finite(logits_BV: Tensor) -> None:
-    """Refuse to draw from what is no distribution: argmax would take NaN for the largest."""
-    if not bool(logits_BV.isfinite().all()):
-        raise ValueError(
-            "the model gives next-token scores that are no finite numbers: its weights are "
-            "damaged, its training diverged, or the loop count is too far beyond training. Use an "
-            "earlier checkpoint, copy the weights again, or ask for fewer loops."
-        )
 
 
 def _check_whole(name: str, value: object) -> None:

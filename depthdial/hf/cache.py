@@ -7,12 +7,22 @@ Letters: B rows, T columns of one call, S columns so far.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthdial.cache.contiguous import LoopCache
 from depthdial.config import CachePolicy, ModelConfig, named_rule
+
+CACHE_FIELD = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in {field.name for field in fields(CausalLMOutputWithPast)}
+)
+"""What this transformers calls a cache in outputs and in the arguments of `generate`."""
 
 
 class DepthdialCache(Cache):

@@ -31,6 +31,16 @@ FRAMEWORK_KEYS = {
 """What transformers hands to a config beside its declared fields."""
 
 
+SETTINGS_OF_USE = (
+    "num_loops",
+    "max_context",
+    "rope_scaling",
+    "loop.cache_policy",
+    "loop.beyond_max_loops",
+)
+"""Keys that may differ from those stored with the weights: they say how a model is used."""
+
+
 class DepthdialConfig(PreTrainedConfig):
     """Config of a looped language model.
 
@@ -62,7 +72,8 @@ class DepthdialConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """As transformers', with changes of our fields: `num_loops=4`, `loop={"update": ...}`.
 
-        A group is changed key by key. Returns and Raises: as transformers' and the constructor.
+        Weights are opened only under changes of SETTINGS_OF_USE. A group is changed key by key.
+        Returns and Raises: as transformers' and the constructor.
         """
         changes = {key: kwargs.pop(key) for key in list(kwargs) if key in ModelConfig.model_fields}
         return super().from_dict(_merged(config_dict, changes), **kwargs)
@@ -157,6 +168,35 @@ class DepthdialConfig(PreTrainedConfig):
     def to_json_string(self, use_diff: bool = True) -> str:
         """Text of config.json, keys in the order of their declaration."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+def check_same_function(given: ModelConfig, stored: ModelConfig, source: object) -> None:
+    """Weights are opened as the model that they were stored as.
+
+    Args: source: where `stored` and the weights come from.
+    Raises: ValueError naming the first key that differs, with both values.
+    """
+    wanted, found = _dotted(given.to_dict()), _dotted(stored.to_dict())
+    for key in sorted(wanted.keys() | found.keys()):
+        if wanted.get(key) == found.get(key) or key.startswith(SETTINGS_OF_USE):
+            continue
+        more = ""
+        if key in ("max_loops", "trained_loops"):
+            more = ' More loops than were trained: loop={"beyond_max_loops": "extrapolate"}.'
+        raise ValueError(
+            f"{key}={wanted.get(key)!r}, but {source} was stored with {found.get(key)!r}: the same "
+            f"weights would be another model. Leave it out.{more} Only {', '.join(SETTINGS_OF_USE)}"
+            " may differ; for another model from these weights see `depthdial convert`."
+        )
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of all groups by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = prefix + key
+        found |= _dotted(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

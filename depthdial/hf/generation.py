@@ -1,4 +1,4 @@
-"""What a GenerationConfig may say to a looped model, and drafts that stay within the context.
+"""What a GenerationConfig may say to a looped model, guidance at its depth, drafts in its context.
 
 `DepthdialForCausalLM` (`hf/model.py`) calls these from the hooks of transformers' `generate`.
 """
@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation import CandidateGenerator
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import (
+    CandidateGenerator,
+    GenerationMode,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from depthdial.config import ModelConfig, nearest_name
+from depthdial.config import CachePolicy, ModelConfig, nearest_name
+from depthdial.hf.cache import CACHE_FIELD
+from depthdial.model.call import check_finite_logits
+
+Model = Callable[..., CausalLMOutputWithPast]
+"""`DepthdialForCausalLM`, called as transformers does."""
 
 DEPTH_SETTINGS = ("num_loops", "step_sizes", "cache_policy")
 """Arguments of a call that a GenerationConfig may carry as well."""
@@ -25,6 +36,8 @@ REFUSED = {
     "dola_layers": "it counts layers, and the states of a looped model are those of its loops",
     "cache_implementation": "the kinds of cache of a looped model are named by cache_policy",
     "cache_config": "the kinds of cache of a looped model are named by cache_policy",
+    "remove_invalid_values": "scores that are no finite numbers are an error; tokens drawn from "
+    "others in their place mean nothing",
     "max_cache_len": "pass a DepthdialCache(model.config.looped, capacity=...) instead",
 }
 """Settings of transformers that have no effect on a looped model, and what to do instead."""
@@ -43,8 +56,8 @@ def take_depth_settings(
     Raises: ValueError for a setting that would have no effect.
     """
     for name, reason in REFUSED.items():
-        # A version that lacks the setting refuses it by itself.
-        if vars(merged).get(name) is not None:
+        # A version that lacks the setting refuses it by itself; some fill in False.
+        if vars(merged).get(name) not in (None, False):
             raise ValueError(f"{name}={vars(merged)[name]!r} has no effect: {reason}.")
     known = vars(GenerationConfig())
     extra = [key for key in vars(merged) if key not in known and not key.startswith("_")]
@@ -74,6 +87,68 @@ def prepare_saving(config: GenerationConfig, folder: object) -> None:
             "others to each call.",
             stacklevel=3,
         )
+
+
+class SecondBranch:
+    """The model at the depth of a call, as guidance asks it for the scores of the other prompt.
+
+    transformers calls the model for them with token ids, mask and a cache alone: they came at the
+    loop count of the config.
+
+    Args:
+        depth: num_loops and step_sizes of the call.
+        cache_policy: of the call's cache; None for a call without one.
+    """
+
+    def __init__(
+        self, model: Model, depth: Mapping[str, Any], *, cache_policy: CachePolicy | None
+    ) -> None:
+        self.model = model
+        self.depth = dict(depth)
+        self.cache_policy = cache_policy
+
+    def __call__(self, input_ids: Tensor, **arguments: Any) -> CausalLMOutputWithPast:
+        """Scores behind the other prompt, whose cache is made by the first call."""
+        policy = self.cache_policy
+        if not arguments.get("use_cache") or arguments.get(CACHE_FIELD) is not None:
+            policy = None
+        output = self.model(
+            input_ids, cache_policy=policy, logits_to_keep=1, **self.depth, **arguments
+        )
+        cache = output.get(CACHE_FIELD)
+        if cache is not None:
+            cache.end_prompt()
+        check_finite_logits(output.logits)
+        return output
+
+
+def guide_at_depth(
+    processors: LogitsProcessorList, model: Model, arguments: Mapping[str, Any]
+) -> None:
+    """Give guidance the depth of the call, `arguments` of the model."""
+    depth = {name: arguments.get(name) for name in ("num_loops", "step_sizes")}
+    cache = arguments.get(CACHE_FIELD)
+    for processor in processors:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            given = processor.model
+            # A processor that its user made for this model may have served an earlier call.
+            if given is model or (isinstance(given, SecondBranch) and given.model is model):
+                policy = None if cache is None else cache.policy
+                processor.model = SecondBranch(model, depth, cache_policy=policy)
+
+
+def check_guidance(config: GenerationConfig, mode: GenerationMode) -> None:
+    """Raises: ValueError where guidance would follow another text than the one that is written."""
+    if config.guidance_scale in (None, 1) or mode in (
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+    ):
+        return
+    raise ValueError(
+        f"guidance_scale={config.guidance_scale} with {mode.value.replace('_', ' ')}: the second "
+        "branch of transformers neither follows beams nor takes drafts back. Use it with greedy "
+        "decoding or sampling."
+    )
 
 
 class BoundedCandidates(CandidateGenerator):

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthdial.cache.loop_counts import NumLoops, allowed_num_loops
 from depthdial.config import POLICIES, CachePolicy, ModelConfig
 from depthdial.config.model import OLD_LOOP_LORA
-from depthdial.hf.cache import DepthdialCache
+from depthdial.hf.cache import CACHE_FIELD, DepthdialCache
 from depthdial.hf.call import (
     RecordedStates,
     check_given,
@@ -32,24 +36,22 @@ from depthdial.hf.call import (
     kept_positions,
     num_items,
 )
-from depthdial.hf.config import DepthdialConfig
-from depthdial.hf.files import bring_to, mixed_formats, widest
+from depthdial.hf.config import DepthdialConfig, check_same_function
+from depthdial.hf.files import bring_to, mixed_formats, stored_config, widest
 from depthdial.hf.generation import (
     BoundedCandidates,
+    check_guidance,
+    guide_at_depth,
     prepare_saving,
     take_depth_settings,
 )
-from depthdial.model.call import Call
+from depthdial.model.call import Call, check_finite_logits
 from depthdial.model.looped_lm import LoopedLM, last_states
 
-CACHE_FIELD = next(
-    name
-    for name in ("cache", "past_key_values")
-    if name in {field.name for field in fields(CausalLMOutputWithPast)}
-)
-"""What this transformers calls a cache in outputs and in the arguments of `generate`."""
 PREFIX = "model."
 """Before our parameter names inside the wrapper; never in a file."""
+ONE_FILE = "1000000GB"
+"""Size of a file that is never reached."""
 
 
 class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
@@ -222,6 +224,14 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             return source
         return BoundedCandidates(source, max_length=generation_config.max_length)
 
+    def _get_logits_processor(
+        self, *args: Any, model_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> LogitsProcessorList:
+        """As transformers', with guidance at the depth of the call."""
+        processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
+        guide_at_depth(processors, self, model_kwargs or {})
+        return processors
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: ValueError; it keeps one entry per token and layer, not one per loop."""
         raise ValueError(
@@ -241,6 +251,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         given = [model_kwargs.pop(name, None) for name in ("cache", "past_key_values")]
         cache = next((value for value in given if value is not None), None)
         policy = model_kwargs.pop("cache_policy", None)
+        check_guidance(generation_config, generation_mode)
         self._check_context(generation_config, model_kwargs.get("attention_mask"))
         is_used = generation_config.use_cache is not False
         check_given(cache, policy=policy, is_used=is_used)
@@ -280,7 +291,11 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """As transformers'; it is called after the prompt and after every later call."""
+        """As transformers', after the prompt and after every later call, before a token is drawn.
+
+        Raises: ValueError for scores that are no finite numbers.
+        """
+        check_finite_logits(outputs.logits)
         model_kwargs = super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, *args, **kwargs
         )
@@ -301,7 +316,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         several and `dtype` asks for none.
 
         Raises: ValueError if a tensor is missing, unknown, or of another shape: transformers by
-            itself would draw new values for it and go on.
+            itself would draw new values for it and go on; or for a change of the config that makes
+            another function of these weights.
         """
         formats = mixed_formats(pretrained_model_name_or_path, kwargs)
         if formats:
@@ -321,6 +337,9 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{pretrained_model_name_or_path}: tensors do not fit the config; "
                 f"{'; '.join(problems)}. Config and weights must come from the same model."
             )
+        stored = stored_config(pretrained_model_name_or_path, kwargs)
+        if stored is not None:
+            check_same_function(model.config.looped, stored, pretrained_model_name_or_path)
         if formats:
             bring_to(model.model, formats)
         return (model, info) if output_loading_info else model
@@ -335,7 +354,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         """As transformers', under our parameter names: `depthdial.load` reads the directory.
 
         Warns where the generation config holds a depth setting, which `depthdial.load` does not
-        read. A file above `max_shard_size` (50 GB) is split; `depthdial.load` needs one file.
+        read. The weights are one file, which `depthdial.load` needs, unless `max_shard_size`
+        asks for several.
         """
         prepare_saving(self.generation_config, save_directory)
         tensors = self.state_dict() if state_dict is None else state_dict
@@ -343,7 +363,7 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             save_directory,
             *args,
             state_dict={name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()},
-            **{**kwargs, "save_original_format": False},
+            **{"max_shard_size": ONE_FILE, **kwargs, "save_original_format": False},
         )
 
     def get_input_embeddings(self) -> nn.Module:

@@ -359,3 +359,16 @@ def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> No
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}, but tokens_BT has {shape}; both must agree."
         )
+
+
+def check_finite_logits(logits: Tensor) -> None:
+    """Refuse to draw from what is no distribution: argmax would take NaN for the largest.
+
+    Raises: ValueError if any value is NaN or infinite.
+    """
+    if not bool(logits.isfinite().all()):
+        raise ValueError(
+            "the model gives next-token scores that are no finite numbers: its weights are "
+            "damaged, its training diverged, or the loop count is too far beyond training. Use an "
+            "earlier checkpoint, copy the weights again, or ask for fewer loops."
+        )

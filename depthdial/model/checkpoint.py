@@ -192,11 +192,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises: FileNotFoundError; ValueError if the file is truncated or damaged.
     """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no {path.name} in {path.parent}. Weights are read from safetensors files only; "
-            "pickle files (.bin, .pt) are never opened."
-        )
     # Before the file is mapped: its statements about itself may be false.
     read_header(path)
     try:

@@ -26,6 +26,9 @@ MAX_VALUES = 2**60
 MAX_DIMENSIONS = 64
 """Most dimensions that torch computes with."""
 METADATA_KEY = "__metadata__"
+INDEX_SUFFIX = ".index.json"
+"""After the name of a file that is stored in several: the list of those."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 TORCH_DTYPES = {
     "I64": torch.int64,
@@ -67,10 +70,11 @@ class TensorEntry:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Names, formats and places of all tensors, in the order of the header.
 
-    Raises: ValueError if the file is cut short or any statement of the header is false.
+    Raises: FileNotFoundError saying what stands in its place; ValueError if the file is cut short
+        or any statement of the header is false.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path.name} in {path.parent}.")
+        raise FileNotFoundError(_what_is_there(path))
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         opening = file.read(LENGTH_BYTES)
@@ -93,6 +97,25 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     }
     _check_places(path, entries, data_start=data_start, file_bytes=file_bytes)
     return entries
+
+
+def _what_is_there(path: Path) -> str:
+    """In what other form a folder holds the tensors of a file that it lacks."""
+    folder, index = path.parent, path.with_name(path.name + INDEX_SUFFIX)
+    if index.is_file():
+        return (
+            f"{folder} has its weights in several files, which {index.name} lists; a model folder "
+            f"has one, {path.name}. transformers joins them, once depthdial.hf is imported: "
+            f"AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained(another folder)."
+        )
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        return (
+            f"there is no {path.name} in {folder}, and {', '.join(pickles[:5])} cannot replace it: "
+            "pickle files can run any program when they are opened, so they are never opened. Get "
+            "the safetensors version of this model."
+        )
+    return f"there is no file {path.name} in {folder}."
 
 
 def _header_values(path: Path, text: bytes) -> dict[str, Any]:

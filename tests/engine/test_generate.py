@@ -348,7 +348,7 @@ def test_a_stop_token_that_cannot_occur_is_refused(model, bad):
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLED])
-def test_weights_that_are_no_numbers_are_refused_and_not_sampled(model, sampling):
+def test_f33_weights_that_are_no_numbers_are_refused_and_not_sampled(model, sampling):
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.embedding.weight[3, 0] = float("nan")

@@ -14,8 +14,8 @@ from depthdial.hf.model import DepthdialForCausalLM
 from depthdial.model.checkpoint import save_model
 from depthdial.model.looped_lm import LoopedLM
 
-for folder in ("formats", "invariants"):
-    # Golden cases and toy models are opened by helpers that stand beside their own tests.
+for folder in ("formats", "invariants", "hf"):
+    # Golden cases and toy models are opened by helpers that stand beside their tests.
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 logging.disable_progress_bar()

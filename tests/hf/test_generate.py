@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from toys import MAX_LOOPS, VOCAB, toy_config, toy_model, toy_tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+from toys import MAX_LOOPS, VOCAB, toy_model, toy_tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from wrapped import MASK, PADS, TOKENS, greedy, wrapped_toy
 
-from depthdial.config import TimeModulationConfig
 from depthdial.data.tokenizer import Tokenizer, train_bpe
 from depthdial.engine.generate import generate
 from depthdial.hf.cache import DepthdialCache
@@ -13,9 +13,6 @@ from depthdial.hf.config import DepthdialConfig
 from depthdial.hf.model import CACHE_FIELD, DepthdialForCausalLM
 from depthdial.model.checkpoint import save_model
 
-TOKENS = toy_tokens(3, 7)
-PADS = (3, 0, 2)
-MASK = (torch.arange(7) >= torch.tensor(PADS)[:, None]).long()
 POLICIES = (
     "per_loop",
     "collapse_last",
@@ -31,18 +28,7 @@ POLICIES = (
 @pytest.fixture(scope="module")
 def model():
     """A toy with random conditioning."""
-    wrapped = DepthdialForCausalLM(DepthdialConfig(**toy_config().to_dict())).eval()
-    wrapped.model.load_state_dict(toy_model().state_dict())
-    return wrapped
-
-
-def greedy(model, tokens=TOKENS, *, mask=None, new=8, **arguments):
-    """New token ids of greedy decoding."""
-    mask = torch.ones_like(tokens) if mask is None else mask
-    ids = model.generate(
-        tokens, attention_mask=mask, max_new_tokens=new, do_sample=False, **arguments
-    )
-    return ids[:, tokens.shape[1] :]
+    return wrapped_toy()
 
 
 @pytest.mark.parametrize("num_loops", range(1, MAX_LOOPS + 1))
@@ -150,29 +136,6 @@ def test_looking_tokens_up_in_the_prompt_changes_nothing(model, policy):
     assert torch.equal(plain, looked_up)
 
 
-def learned_positions():
-    """A toy that has no vector beyond its context."""
-    changes = {"positions": "learned", "rotary_frac": 1.0}
-    wrapped = DepthdialForCausalLM(DepthdialConfig(**toy_config(**changes).to_dict())).eval()
-    wrapped.model.load_state_dict(toy_model(**changes).state_dict())
-    return wrapped
-
-
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_f16_looking_tokens_up_works_to_the_last_token_of_the_context(model, positions):
-    """Tokens were tried beyond it, where a given cache is full and positions are unknown."""
-    model = learned_positions() if positions == "learned" else model
-    prompt = TOKENS[:1].repeat(1, 17)
-    plain = greedy(model, prompt, num_loops=3, new=9)
-    for tried in (1, 5, 40):
-        cache = DepthdialCache(model.config.looped, capacity=128)
-        for more in ({}, {CACHE_FIELD: cache}):
-            looked_up = greedy(
-                model, prompt, num_loops=3, new=9, prompt_lookup_num_tokens=tried, **more
-            )
-            assert torch.equal(plain, looked_up)
-
-
 def test_a_shallow_assistant_changes_nothing(model, tmp_path):
     """One loop of the same weights drafts, the model at its own loop count decides."""
     save_model(model.model, tmp_path)
@@ -215,11 +178,6 @@ def test_states_of_every_call_come_where_they_are_asked_for(model):
         ({"num_lops": 2}, "num_lops"),
         ({"num_loops": 5}, "exceeds max_loops=4"),
         ({"cache_implementation": "static"}, "named by cache_policy"),
-        ({"cache_implementation": "paged"}, "named by cache_policy"),
-        ({"max_cache_len": 9}, "max_cache_len=9 has no effect: pass a DepthdialCache"),
-        ({"cache_config": {"a": 1}}, "named by cache_policy"),
-        ({"assistant_early_exit": 1}, "fewer loops: pass assistant_model"),
-        ({"dola_layers": "low"}, "it counts layers, and the states of a looped model"),
         ({"cache_policy": "last_stepp"}, "last_stepp"),
         ({"cache_policy": "last_step", "use_cache": False}, "no effect without a cache"),
         ({"max_new_tokens": 122}, "up to 129 tokens; the model's context is 128"),
@@ -228,123 +186,6 @@ def test_states_of_every_call_come_where_they_are_asked_for(model):
 def test_what_generation_cannot_do_is_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         model.generate(TOKENS, **{"max_new_tokens": 4, **arguments})
-
-
-def generated_with(model, place, settings, **arguments):
-    """New tokens where the settings stand in a GenerationConfig given, or in the model's own."""
-    before, given = model.generation_config, GenerationConfig(**settings)
-    try:
-        if place == "model":
-            model.generation_config, given = given, None
-        ids = model.generate(
-            TOKENS, attention_mask=torch.ones_like(TOKENS), generation_config=given, **arguments
-        )
-    finally:
-        model.generation_config = before
-    return ids[:, TOKENS.shape[1] :]
-
-
-@pytest.mark.parametrize("num_loops", [1, 4])
-@pytest.mark.parametrize("place", ["argument", "model"])
-def test_f16_the_loop_count_of_a_generation_config_is_obeyed(model, place, num_loops):
-    """It was ignored: the text came at the model's own loop count."""
-    expected = greedy(model, num_loops=num_loops)
-    settings = {"num_loops": num_loops, "max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(generated_with(model, place, settings), expected)
-    # An argument of the call itself wins.
-    assert torch.equal(
-        generated_with(model, place, settings | {"num_loops": 3}, num_loops=num_loops), expected
-    )
-
-
-@pytest.mark.parametrize("place", ["argument", "model"])
-def test_f16_every_depth_setting_of_a_generation_config_is_obeyed(model, place):
-    """Loop counts by row and cache policies are told apart from the model's own."""
-    loops = torch.tensor([3, 4, 2])
-    settings = {
-        "num_loops": loops,
-        "cache_policy": "share_first",
-        "max_new_tokens": 16,
-        "do_sample": False,
-    }
-    expected = greedy(model, num_loops=loops, cache_policy="share_first", new=16)
-    assert torch.equal(generated_with(model, place, settings), expected)
-    assert not torch.equal(expected, greedy(model, num_loops=loops, new=16))
-    assert not torch.equal(expected, greedy(model, cache_policy="share_first", new=16))
-
-
-def test_f16_step_sizes_of_a_generation_config_are_obeyed():
-    changes = {"modulation": TimeModulationConfig(kind="time_step", embed_dim=16)}
-    timed = DepthdialForCausalLM(DepthdialConfig(**toy_config(**changes).to_dict())).eval()
-    timed.model.load_state_dict(toy_model(**changes).state_dict())
-    for parameter in timed.model.modulation.parameters():
-        parameter *= 5
-    settings = {"step_sizes": [0.9, 0.1], "max_new_tokens": 16, "do_sample": False}
-    expected = greedy(timed, step_sizes=[0.9, 0.1], new=16)
-    assert torch.equal(generated_with(timed, "argument", settings), expected)
-    assert not torch.equal(expected, greedy(timed, new=16))
-
-
-def test_f16_an_assistant_keeps_the_loop_count_of_its_own_generation_config(model, tmp_path):
-    save_model(model.model, tmp_path)
-    assistant = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assistant.generation_config.num_loops = 1
-    seen = []
-    hook = assistant.model.core_stack.register_forward_hook(lambda *_: seen.append("pass"))
-    expected = greedy(model, TOKENS[:1], num_loops=None, new=5)
-    assert torch.equal(greedy(model, TOKENS[:1], new=5, assistant_model=assistant), expected)
-    calls = len(seen)
-    assistant.generation_config.num_loops = 2
-    greedy(model, TOKENS[:1], new=5, assistant_model=assistant)
-    hook.remove()
-    assert 0 < calls < len(seen) - calls
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_loops": 9}, "exceeds max_loops=4"),
-        ({"num_loops": "2"}, "num_loops"),
-        ({"cache_policy": "last_stepp"}, "last_stepp"),
-        ({"step_sizes": [1.0]}, "step_sizes has no effect"),
-        ({"max_loops": 4}, "has max_loops=4, which nothing reads"),
-        ({"exit_rule": "entropy"}, "Of the depth it may set num_loops, step_sizes, cache_policy"),
-        ({"assistant_early_exit": 1}, "fewer loops: pass assistant_model"),
-        ({"cache_implementation": "dynamic"}, "named by cache_policy"),
-    ],
-)
-@pytest.mark.parametrize("place", ["argument", "model"])
-def test_f16_a_depth_setting_that_would_be_ignored_is_refused(model, place, settings, message):
-    with pytest.raises(ValueError, match=message):
-        generated_with(model, place, {"max_new_tokens": 2, "do_sample": False} | settings)
-
-
-def test_f16_a_mistyped_setting_of_a_given_config_is_refused_with_the_nearest(model):
-    message = "has num_lops=1, which nothing reads. Did you mean 'num_loops'"
-    with pytest.raises(ValueError, match=message):
-        generated_with(model, "argument", {"num_lops": 1, "max_new_tokens": 2})
-
-
-def test_f16_a_publishers_own_key_in_the_models_config_is_left_alone(model):
-    settings = {"chat_format": "chatml", "max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(generated_with(model, "model", settings), greedy(model))
-
-
-def test_f16_a_loop_count_saved_with_the_generation_config_is_obeyed_again(model, tmp_path):
-    """transformers wrote it and did not read it."""
-    source = AutoModelForCausalLM.from_config(model.config)
-    source.load_state_dict(model.state_dict())
-    source.generation_config.num_loops = 1
-    with pytest.warns(UserWarning, match="only transformers reads num_loops of"):
-        source.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(greedy(again), greedy(model, num_loops=1))
-
-
-def test_f16_batches_without_entries_of_loops_are_refused(model):
-    """The prompt came back as the answer, and the reason stood in a log."""
-    with pytest.raises(ValueError, match="keeps no keys and values of loops"):
-        model.generate_batch([[1, 2]], max_new_tokens=2)
 
 
 def test_padding_does_not_count_against_the_context(model):

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from toys import VOCAB, toy_config, toy_model, toy_tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from depthdial.hf.cache import DepthdialCache
 from depthdial.hf.config import DepthdialConfig
@@ -318,6 +318,74 @@ def test_a_tensor_of_another_shape_is_an_error(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="mismatched: "):
         AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_loops": 9}, "max_loops=9, but .* was stored with 4.*beyond_max_loops"),
+        ({"max_loops": 3}, "max_loops=3, but .* was stored with 4"),
+        ({"norm_eps": 1e-3}, "norm_eps=0.001, but .* was stored with 1e-06"),
+        ({"loop": {"gate_bypass": "first_only"}}, "loop.gate_bypass='first_only', but .* 'never'"),
+        ({"modulation": {"embed_scale": 7.0}}, "modulation.embed_scale=7.0"),
+    ],
+)
+def test_f33_a_change_that_makes_another_model_of_the_weights_is_refused(
+    tmp_path, changes, message
+):
+    """max_loops=9 changed the budget k / K of every loop, without a word."""
+    save_model(toy_model(), tmp_path)
+    for arguments in (changes, {"config": AutoConfig.from_pretrained(tmp_path, **changes)}):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **arguments)
+    with pytest.raises(ValueError, match=message):
+        DepthdialForCausalLM.from_pretrained(tmp_path, **changes)
+    # For a model with new weights the same change is a choice.
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, **changes))
+
+
+def test_f33_settings_of_use_may_differ_from_the_stored_ones(tmp_path):
+    save_model(toy_model(), tmp_path)
+    changes = {
+        "num_loops": 4,
+        "max_context": 64,
+        "rope_scaling": {"kind": "linear", "factor": 2.0},
+        "loop": {"cache_policy": "last_step", "beyond_max_loops": "extrapolate"},
+    }
+    wrapped = AutoModelForCausalLM.from_pretrained(tmp_path, **changes)
+    assert torch.equal(wrapped(TOKENS).logits, wrapped(TOKENS, num_loops=4).logits)
+    assert wrapped(TOKENS, num_loops=7).logits.isfinite().all()
+    assert wrapped.config.looped == toy_config().replace(
+        **{key: value for key, value in changes.items() if key != "loop"},
+        **{f"loop.{key}": value for key, value in changes["loop"].items()},
+    )
+
+
+def test_f33_a_model_in_several_files_opens_and_keeps_the_format_of_each_tensor(tmp_path):
+    """The wide gain was rounded: only the formats of a single file were asked for."""
+    model = toy_model().bfloat16()
+    model.state_update.gamma = torch.nn.Parameter(torch.full((32,), 1.8546))
+    save_model(model, tmp_path / "one")
+    wrapped = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    wrapped.save_pretrained(tmp_path / "several", max_shard_size="20KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "several")
+    assert torch.equal(again.model.state_update.gamma, model.state_update.gamma)
+    assert torch.equal(again(TOKENS, num_loops=3).logits, model(TOKENS, num_loops=3))
+
+
+def test_f33_a_model_in_several_files_is_described_and_the_way_out_leads_out(tmp_path):
+    """It was called a pickle."""
+    fresh().save_pretrained(tmp_path / "several", max_shard_size="50KB")
+    with pytest.raises(
+        FileNotFoundError, match=r"in several files.*AutoModelForCausalLM"
+    ) as caught:
+        load_model(tmp_path / "several")
+    assert "pickle" not in str(caught.value)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "several").save_pretrained(tmp_path / "one")
+    assert torch.equal(
+        load_model(tmp_path / "one")(TOKENS, num_loops=3), fresh()(TOKENS, num_loops=3).logits
+    )
 
 
 def test_loading_info_comes_where_it_is_asked_for(tmp_path):

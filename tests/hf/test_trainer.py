@@ -96,7 +96,7 @@ def test_f07_a_call_without_targets_has_loss_0_and_no_gradient(source):
         source.zero_grad()
         loss = source(TOKENS, labels=torch.full_like(TOKENS, -100), **arguments).loss
         loss.backward()
-        assert float(loss) == 0
+        assert loss.item() == 0
         assert all(
             float(p.grad.abs().max()) == 0 for p in source.parameters() if p.grad is not None
         )

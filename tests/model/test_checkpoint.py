@@ -21,6 +21,7 @@ from depthdial.model.checkpoint import (
     save_model,
 )
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.model.tensor_header import read_header
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 23
@@ -311,7 +312,7 @@ def test_missing_folder_is_refused(tmp_path):
 
 def test_missing_weights_are_refused(folder):
     (folder / WEIGHTS).unlink()
-    with pytest.raises(FileNotFoundError, match="no model.safetensors in"):
+    with pytest.raises(FileNotFoundError, match="there is no file model.safetensors in"):
         load_model(folder)
 
 
@@ -345,8 +346,20 @@ def test_a_pickle_is_never_opened_whatever_its_name(folder, tmp_path, name):
 
 def test_a_folder_with_pickled_weights_only_says_that_they_are_not_opened(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"pickle files \(.bin, .pt\) are never opened"):
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin cannot replace it: pickle"):
         load_model(folder)
+
+
+def test_f33_a_folder_with_weights_in_several_files_says_so_and_not_that_they_are_pickles(folder):
+    for number in (1, 2):
+        (folder / WEIGHTS).with_name(f"model-{number}-of-2.safetensors").write_bytes(b"")
+    (folder / WEIGHTS).unlink()
+    (folder / f"{WEIGHTS}.index.json").write_text("{}")
+    for read in (load_model, lambda path: read_header(path / WEIGHTS)):
+        with pytest.raises(FileNotFoundError) as caught:
+            read(folder)
+        assert "in several files, which model.safetensors.index.json lists" in str(caught.value)
+        assert "pickle" not in str(caught.value)
 
 
 # ---- failed saves
