@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from depthdial.config import LoopConfig, ModelConfig
+from depthdial.config import LETTERS, LoopConfig, ModelConfig
 from depthdial.config.model import AnyModulation
 from depthdial.layers.primitives import LowRankPair
 from depthdial.model.call import Call
@@ -66,6 +66,7 @@ NEEDS = {
     "zero": {"loop.injection": "add"},
     "random": {"loop.injection": "add", "loop.random_state_std": 0.5},
     "ngpt": {"ngpt": {"alpha_init": 0.5, "scale_std": 0.3}},
+    "SF": {"sliding": {"window": 2}},
 }
 """What a kind cannot be without."""
 FLAGS = [("loop.unit_norm", True)]
@@ -166,7 +167,8 @@ def cases():
     others = [pair for pair in of_loop if pair[0] not in ("loop.update", "loop.gate_bypass")]
     for (path, value), conditioning in itertools.product(others + FLAGS, CONDITIONINGS):
         yield f"{path}={value}, {conditioning}", {path: value}, conditioning
-    for path, value in kinds(ModelConfig):
+    layouts = [("layout", letter + "F") for letter in LETTERS]
+    for path, value in kinds(ModelConfig) + layouts:
         conditioning = "loop_lora" if value == "ngpt" else "elr one_loop, loop_lora"
         yield f"{path}={value}", {path: value}, conditioning
 
