@@ -12,11 +12,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from depthdial.config.text import parse_json
 from depthdial.data.long_text import WINDOW_CHARS, encode_parts
+from depthdial.data.tokenizer_limits import (
+    check_growth,
+    has_patterns,
+    panics_as_errors,
+    part_values,
+    within_time,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,6 +63,7 @@ class Tokenizer:
         backend.no_padding()
         backend.encode_special_tokens = True
         self._backend = backend
+        self._has_patterns = has_patterns(backend)
         self._config: dict[str, Any] = {}
         self.eos_token = eos_token
         # Some published vocabularies have gaps, so the largest id decides, not the count.
@@ -190,8 +198,14 @@ class Tokenizer:
         return encode_parts(lambda text: self._encode([text])[0], parts)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
+        def run() -> list[Encoding]:
+            return self._backend.encode_batch_fast(texts, add_special_tokens=False)
+
         try:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            with panics_as_errors():
+                # A thread for each call would cost our own tokenizers more than the call.
+                is_limited = self._has_patterns
+                encodings = within_time(run, sum(map(len, texts))) if is_limited else run()
         # `tokenizers` has one error type for everything, and it is Exception itself.
         except Exception as error:
             shown = [text[:60] for text in texts[:3]]
@@ -209,7 +223,8 @@ class Tokenizer:
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {token} is outside the {self.vocab_size} known ids.")
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+        with panics_as_errors():
+            return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def num_bytes(self, token_id: int) -> int:
         """UTF-8 bytes of the text that this token alone spells; 0 for one that is no text."""
@@ -222,13 +237,14 @@ class Tokenizer:
 
     @property
     def template_ids(self) -> tuple[int, ...]:
-        """Tokens that the file's own template puts before a text; `encode` leaves them out."""
-        plain = self._backend.encode("a", add_special_tokens=False).ids
-        framed = self._backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(framed) - len(plain) + 1):
-            if framed[start : start + len(plain)] == plain:
-                return tuple(framed[:start])
-        return ()
+        """Tokens that the file's own template puts before a text; `encode` leaves them out.
+
+        Raises: as `template_tokens`.
+        """
+        template = part_values(self._backend.post_processor)
+        # A token that is used is defined.
+        list(_stated_tokens(template))
+        return _opening_ids(template, ())
 
     @property
     def template_tokens(self) -> tuple[tuple[str, int], ...]:
@@ -237,9 +253,7 @@ class Tokenizer:
 
         Raises: ValueError for a token that the template uses and does not define.
         """
-        if self._backend.post_processor is None:
-            return ()
-        return tuple(_stated_tokens(json.loads(self._backend.post_processor.__getstate__())))
+        return tuple(_stated_tokens(part_values(self._backend.post_processor)))
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -269,6 +283,22 @@ class Tokenizer:
         if token_id is None:
             raise ValueError(f"token '{token}' is not among the {self.vocab_size} known tokens.")
         return token_id
+
+
+def _opening_ids(template: dict[str, Any], after: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids before a text in one post-processor of a tokenizer.json, and those that earlier ones put
+    there. No text is cut for it: the patterns of a file from elsewhere may be slow.
+    """
+    for inner in template.get("processors", ()):
+        after = _opening_ids(inner, after)
+    if "cls" in template:
+        return (template["cls"][1], *after)
+    before: list[int] = []
+    for piece in template.get("single", ()):
+        if "Sequence" in piece:
+            return (*before, *after)
+        before += template["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return after
 
 
 def _stated_tokens(template: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -346,9 +376,14 @@ def _read_backend(path: Path) -> Backend:
         )
     text = _read_utf8(path)
     try:
-        backend = Backend.from_str(text)
+        with panics_as_errors():
+            backend = Backend.from_str(text)
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from None
+    try:
+        check_growth(backend)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if backend.get_vocab_size(with_added_tokens=True) == 0:
         raise ValueError(f"{path} has no token at all. Take the tokenizer of a whole checkpoint.")
     return backend
