@@ -368,5 +368,5 @@ def test_a_sweep_refuses_a_model_that_opens_with_two_tokens(source):
     edit_json(source.parent / "out" / CONFIG, opening_tokens=["<s>", "<|user|>"])
     tokenizer = Tokenizer.from_dir(source.parent / "out")
     model = Model(load_model(source.parent / "out"), tokenizer)
-    with pytest.raises(ValueError, match="opens texts with 2 tokens"):
+    with pytest.raises(ValueError, match="opens documents with 2 tokens"):
         depthdial.sweep(model, [" ".join(WORDS)], loops=[1], context=8)
