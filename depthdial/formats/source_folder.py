@@ -106,7 +106,10 @@ def open_source(
     vocab_size = None if config is None else config.vocab_size
     with reasons.collect(), text_folder(path if gguf is None else header_only) as (folder, notes):
         tokens = read_tokens(folder, config=values, vocab_size=vocab_size)
-        tokens = replace(tokens, notes=notes or tokens.notes)
+        # A GGUF that has none says why in its own words.
+        tokens = replace(
+            tokens, notes=notes + tokens.notes if tokens.has_tokenizer or not notes else notes
+        )
     place = path if gguf is None else gguf.parent
     for name in (*(carried_files(place) if gguf is None else ()), *licence_files(place)):
         with reasons.collect():
@@ -141,7 +144,8 @@ def text_folder(source: Path | GgufFile) -> Iterator[tuple[Path, tuple[str, ...]
         yield source, ()
         return
     with TemporaryDirectory() as staged, named_in_errors(Path(staged), source.path):
-        yield Path(staged), write_tokenizer(source.header, Path(staged))
+        vocab_size = source.values["vocab_size"]
+        yield Path(staged), write_tokenizer(source.header, Path(staged), vocab_size=vocab_size)
 
 
 def read_source_config(folder: Path) -> dict[str, Any]:

