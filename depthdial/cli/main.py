@@ -1,7 +1,7 @@
 """The `depthdial` command: picks a subcommand, maps errors and signals to exit codes.
 
     0 done   1 failed   2 the command line cannot be understood
-    75 stopped by SIGTERM after saving   130 stopped by Ctrl-C
+    75 stopped by SIGTERM   130 stopped by Ctrl-C; training saves first
 
 Results go to standard output, progress and messages to standard error. The subcommands are in the
 modules that `COMMANDS` names; only the chosen one's is imported.
@@ -10,7 +10,9 @@ modules that `COMMANDS` names; only the chosen one's is imported.
 from __future__ import annotations
 
 import difflib
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; None for the process's own arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
-    with _one_line_warnings():
+    with _one_line_warnings(), _sigterm_raises():
         try:
             return _run(argv)
         except SystemExit as stop:
@@ -113,6 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             say("stopped.")
             return EXIT_INTERRUPTED
+        except _Terminated:
+            say("stopped.")
+            return EXIT_TERMINATED
         except BrokenPipeError:
             leave_closed_pipe()
             return EXIT_FAILED
@@ -164,6 +169,33 @@ def _run(argv: list[str]) -> int:
     except UsageError as error:
         say(f"error: {error}")
         return EXIT_USAGE
+
+
+class _Terminated(BaseException):
+    """SIGTERM came; like KeyboardInterrupt no error that a command could handle."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """End on SIGTERM as on Ctrl-C: at once, but with half-written folders removed.
+
+    A second one kills. Training takes the signal itself. Only the main thread may take signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        # None for a handler that Python did not set, which it cannot set again.
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

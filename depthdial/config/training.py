@@ -237,9 +237,10 @@ class TrainConfig(StrictConfig):
     device: str = "cpu"
     """Torch device name, e.g. cpu, cuda, mps."""
     val_every: PositiveInt = 200
-    """Steps between validations at every loop count."""
+    """Steps between validations at every loop count; of more than 16, at powers of two, the default
+    and the largest."""
     val_rows: PositiveInt = 64
-    """Validation rows during training."""
+    """Validation rows during training, at most those of the validation split."""
     checkpoint_every: PositiveInt = 500
     """Steps between checkpoints; one is always written at the end."""
     keep_checkpoints: PositiveInt = 2

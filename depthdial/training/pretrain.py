@@ -33,14 +33,14 @@ from depthdial.training.step import (
     LossModule,
     StepPlan,
     StepResult,
-    mean_loss,
     mixes_depths,
     plan_step,
     train_step,
 )
-from depthdial.training.stop_signals import stop_signals
+from depthdial.training.stop_signals import StopRequested, stop_signals
 from depthdial.training.teacher import open_teacher, teacher_folder
 from depthdial.training.trackers import Tracker, make_tracker
+from depthdial.training.validation import validate, validated_loops
 
 Status = Literal["finished", "interrupted", "terminated"]
 
@@ -134,9 +134,21 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
     tracker = make_tracker(recipe, run.path)
     position = DataState(session.progress.next_row)
     batches = iterate_batches(session.data.train, settings.batch_size, position)
-    status: Status = "finished"
+
+    def write_validation() -> bool:
+        """False where a stop came first: it takes a validation away, which is made up for."""
+        try:
+            with stop.ending_at_once():
+                record = _validate(session, loss_module)
+        except StopRequested:
+            return False
+        _write(record, run, tracker, observer)
+        return True
+
     with stop_signals() as stop:
-        for step in range(session.progress.step, settings.steps):
+        is_complete = not _needs_validation(session) or write_validation()
+        first_step = session.progress.step
+        for step in range(first_step, settings.steps if is_complete else first_step):
             started = time.perf_counter()
             if step >= schedule.switch_step and _needs_graft(session):
                 _graft(session, observer)
@@ -165,19 +177,22 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
             record = _train_record(session, result, plan, seconds)
             _write(record, run, tracker, observer)
             is_last = step == settings.steps - 1
-            # Read once: a signal that comes later waits for the next step.
-            stop_status = stop[0] if stop else None
             if session.progress.step % settings.val_every == 0 or is_last:
-                _write(_validate(session, loss_module), run, tracker, observer)
+                is_complete = write_validation()
+            # Read once: a signal that comes later waits for the next step.
+            stop_status = stop.status
             if session.progress.step % settings.checkpoint_every == 0 or is_last or stop_status:
                 save_checkpoint(session)
             if stop_status and not is_last:
-                status = stop_status
-                observer.notice(
-                    f"Stopped after step {session.progress.step} and saved. Continue with: "
-                    f"depthdial resume {run.path}"
-                )
                 break
+    status: Status = "finished"
+    if session.progress.step < settings.steps or not is_complete:
+        assert stop.status is not None, "nothing else ends a run before its last validation"
+        status = stop.status
+        observer.notice(
+            f"Stopped after step {session.progress.step} and saved. Continue with: "
+            f"depthdial resume {run.path}"
+        )
     tracker.close()
     provenance = run.read_provenance() | {"training": asdict(session.progress)}
     run.write_provenance(provenance)
@@ -247,20 +262,23 @@ def _train_record(
 
 
 def _validate(session: Session, loss_module: LossModule) -> dict[str, Any]:
-    """Loss at every loop count on the same rows."""
-    recipe = session.recipe
-    batch = session.data.valid.rows(0, recipe.train.val_rows)
-    losses = {
-        f"val/loss_k{k}": mean_loss(
-            loss_module,
-            batch,
-            num_loops=k,
-            rows_per_forward=recipe.train.micro_batch_size or recipe.train.batch_size,
-            precision=recipe.train.precision,
-        )
-        for k in range(1, recipe.model.max_loops + 1)
-    }
+    """Losses on the same rows at every validation."""
+    losses = validate(
+        loss_module,
+        session.data.valid,
+        session.recipe.train,
+        validated_loops(session.recipe.model),
+    )
     return {"step": session.progress.step, "tokens": session.progress.tokens, **losses}
+
+
+def _needs_validation(session: Session) -> bool:
+    """Whether the last step has one that a stop took away, which a run makes up for."""
+    step, settings = session.progress.step, session.recipe.train
+    if not step or (step % settings.val_every and step < settings.steps):
+        return False
+    records = session.run.read_metrics()
+    return not any(r["step"] == step and "val/loss_k1" in r for r in records)
 
 
 def _write(record: dict[str, Any], run: RunDir, tracker: Tracker, observer: TrainObserver) -> None:

@@ -87,4 +87,6 @@ def _by_loops(record: dict[str, Any], prefix: str) -> dict[str, float]:
 
 
 def _shown(losses: dict[str, float]) -> str:
-    return "  ".join(f"k{k} {loss:.3f}" for k, loss in sorted(losses.items()))
+    return "  ".join(
+        f"k{k} {loss:.3f}" for k, loss in sorted(losses.items(), key=lambda at: int(at[0]))
+    )

@@ -49,7 +49,8 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
     """Open (and, for a named corpus, prepare once) the data of a recipe.
 
     Args: tokenizer: of the model that the run starts from; None for that of train.init, if any.
-    Raises: ValueError if the token ids are not the model's, or the text is too short.
+    Raises: ValueError if the token ids are not the model's, or the text is too short to train or
+    to validate on.
     """
     config, seed = recipe.data, recipe.train.seed
     if tokenizer is None:
@@ -86,6 +87,7 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
                 f"{folder}: the token files were made with {train.vocab_size} tokens, its "
                 f"tokenizer.json has {data.tokenizer.vocab_size}. Prepare the folder again."
             )
+    _check_val_rows(recipe, data.valid)
     _check_ids(recipe, data, tokenizer, prepared_with=prepared_with, closed_by=closed_by)
     return data
 
@@ -175,6 +177,20 @@ def start_id(tokenizer: Tokenizer) -> int | None:
 def tokenizer_sha256(tokenizer: Tokenizer) -> str:
     """Equal for tokenizers that give equal ids."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def _check_val_rows(recipe: Recipe, rows: RowSource) -> None:
+    """Raises ValueError for more rows than the validation split has: some would count twice."""
+    wanted = recipe.train.val_rows
+    if rows.epoch_tokens is None:
+        return
+    held_out = rows.epoch_tokens // rows.context
+    if wanted > held_out:
+        raise ValueError(
+            f"train.val_rows={wanted}, but the validation split has {held_out} rows of "
+            f"{rows.context} tokens ({rows.epoch_tokens:,} tokens). Set train.val_rows to at most "
+            f"{held_out}, or prepare more text or a larger valid_frac."
+        )
 
 
 def _check_ids(

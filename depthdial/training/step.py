@@ -443,23 +443,3 @@ def _on(rows: Tensor | slice, like: Tensor) -> Tensor | slice:
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """bf16 matrix products over fp32 weights and state, or plain fp32."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
-@torch.no_grad()
-def mean_loss(
-    loss_module: LossModule,
-    batch: Batch,
-    *,
-    num_loops: int,
-    rows_per_forward: int,
-    precision: Precision,
-) -> float:
-    """Token-mean loss in nats over a batch at one loop count."""
-    device = loss_module.model.embedding.weight.device
-    losses = DepthLosses()
-    for start in range(0, len(batch.tokens_BT), rows_per_forward):
-        part = take_rows(batch, start, start + rows_per_forward, device=device)
-        with autocast(device, precision):
-            terms = loss_module(part, RowPlan(num_loops))
-        losses.add(terms.nll_BT, part, loops_per_slice=(num_loops,))
-    return losses.mean()

@@ -16,11 +16,11 @@ from depthdial.training.step import (
     LossModule,
     RowPlan,
     ShortRows,
-    mean_loss,
     per_row,
     train_step,
 )
 from depthdial.training.teacher import Teacher
+from depthdial.training.validation import mean_loss
 
 VOCAB, CONTEXT, ROWS = 31, 12, 8
 
