@@ -89,11 +89,11 @@ def base(tmp_path_factory, tokenizer) -> Path:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory, base) -> Path:
     """Text prepared with the tokenizer of `base`."""
-    source = tmp_path_factory.mktemp("texts")
+    source, prepared = (tmp_path_factory.mktemp(name) for name in ("texts", "prepared"))
     for i, text in enumerate(TEXTS):
         (source / f"{i}.txt").write_text(text, encoding="utf-8")
-    prepare([source], source / "prepared", tokenizer=Tokenizer.from_dir(base), valid_frac=0.3)
-    return source / "prepared"
+    prepare([source], prepared, tokenizer=Tokenizer.from_dir(base), valid_frac=0.3)
+    return prepared
 
 
 @pytest.fixture
