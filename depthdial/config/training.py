@@ -237,7 +237,7 @@ class TrainConfig(StrictConfig):
     device: str = "cpu"
     """Torch device name, e.g. cpu, cuda, mps."""
     val_every: PositiveInt = 200
-    """Steps between validations at every loop count; of more than 16, at powers of two, the default
+    """Steps between validations at every loop count; of more than 16, at powers of two, num_loops
     and the largest."""
     val_rows: PositiveInt = 64
     """Validation rows during training, at most those of the validation split."""

@@ -318,16 +318,16 @@ class TestTrainAndResume:
         tiny_folder: Path,
         tmp_path: Path,
     ) -> None:
-        from depthdial.training import pretrain
+        from depthdial.training import session
 
-        save_model = pretrain.save_model
+        save_model = session.save_model
 
         def save_then_full(model: Any, path: Path, *, trained_loops: set[int]) -> None:
             save_model(model, path, trained_loops=trained_loops)
             if path.name == ".step_4.tmp":
                 raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(pretrain, "save_model", save_then_full)
+        monkeypatch.setattr(session, "save_model", save_then_full)
         where = ["--root", tmp_path, "--data.path", tiny_folder / "data", "--name", "full"]
         code, _, err = cli("train", "tiny-text", *where, *tiny_flags())
         assert code == 1
