@@ -1,4 +1,4 @@
-"""The import order of the house plan: downward only, no circles, wherever the import stands.
+"""The house plan: imports go downward only, without circles; files of a size that can be read.
 
 Every import in `depthdial/` is read from the syntax tree: at the top of a file, inside a
 function, under TYPE_CHECKING, and `import_module("depthdial...")` with a literal name.
@@ -70,9 +70,21 @@ def imported_names(tree: ast.AST, package: str) -> set[tuple[str, str | None]]:
     return found
 
 
+def reexports(module: str, modules: dict[str, Path]) -> dict[str, str]:
+    """Name -> module that defines it, for the names that a package's `__init__` passes on."""
+    if modules[module].name != "__init__.py":
+        return {}
+    tree = ast.parse(modules[module].read_text(encoding="utf-8"))
+    return {name: base for base, name in imported_names(tree, module) if name and base in modules}
+
+
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Module -> modules of the same package that it imports."""
+    """Module -> modules of the same package that it imports.
+
+    A name that a package only passes on counts as imported from the module that defines it.
+    """
     modules = modules_below(root)
+    passed_on = {module: reexports(module, modules) for module in modules}
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -82,6 +94,8 @@ def import_graph(root: Path) -> dict[str, set[str]]:
                 continue
             if name and f"{base}.{name}" in modules:
                 graph[module].add(f"{base}.{name}")
+            elif name in passed_on.get(base, {}) and base != root.name:
+                graph[module].add(passed_on[base][name])
             elif base != root.name or name not in FRONT_DOOR_CONSTANTS:
                 graph[module].add(base)
     return graph
@@ -128,6 +142,33 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def folder_graph(graph: dict[str, set[str]], package: str) -> dict[str, set[str]]:
+    """The files and folders that stand directly in a package -> those of them that each uses."""
+    inside: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        for target in targets:
+            if module.startswith(f"{package}.") and target.startswith(f"{package}."):
+                child, used = (
+                    name.removeprefix(f"{package}.").split(".")[0] for name in (module, target)
+                )
+                if child != used:
+                    inside.setdefault(child, set()).add(used)
+    return inside
+
+
+def longest_chain(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of the longest chain of imports, the one on top first; the graph has no circle."""
+    chains: dict[str, list[str]] = {}
+
+    def chain(module: str) -> list[str]:
+        if module not in chains:
+            below = (chain(target) for target in sorted(graph.get(module, ())) if target != module)
+            chains[module] = [module, *max(below, key=len, default=[])]
+        return chains[module]
+
+    return max((chain(module) for module in sorted(graph)), key=len)
+
+
 @pytest.fixture
 def package(tmp_path):
     """Writes a package from {relative file: source} and returns its import graph."""
@@ -151,10 +192,46 @@ def test_no_modules_import_each_other_in_a_circle():
     assert circle(import_graph(ROOT)) == []
 
 
+def test_no_folders_import_each_other_in_a_circle():
+    graph = import_graph(ROOT)
+    packages = [".".join(path.relative_to(ROOT.parent).parts) for path in ROOT.rglob("*/")]
+    packages = [name for name in packages if name in graph and name != PACKAGE]
+    assert len(packages) > 15
+    assert {name: found for name in packages if (found := circle(folder_graph(graph, name)))} == {}
+
+
+def test_the_longest_chain_of_imports_has_at_most_20_modules():
+    chain = longest_chain(import_graph(ROOT))
+    assert len(chain) <= 20, " -> ".join(chain)
+
+
+def test_the_root_holds_few_modules_and_the_packages_of_the_plan():
+    modules = sorted(path.name for path in ROOT.glob("*.py"))
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert len(modules) <= 4, modules
+    assert folders <= set(ORDER)
+
+
+ONE_PLACE = "model/looped_lm.py"
+"""The method, which belongs in one place and may be longer than other files."""
+
+
+def test_files_are_neither_too_long_nor_too_short_to_stand_alone():
+    graph, modules = import_graph(ROOT), modules_below(ROOT)
+    lines = {m: len(path.read_text(encoding="utf-8").splitlines()) for m, path in modules.items()}
+    long = [m for m, n in lines.items() if n > 450 and modules[m] != ROOT / ONE_PLACE]
+    long = [m for m in long if m != f"{PACKAGE}.disk"]
+    assert long == []
+    assert lines[f"{PACKAGE}.model.looped_lm"] <= 550
+    users = {m: [u for u, targets in graph.items() if m in targets and u != m] for m in modules}
+    is_file = {m for m, path in modules.items() if path.name not in ("__init__.py", "__main__.py")}
+    assert [m for m in sorted(is_file) if lines[m] < 40 and len(users[m]) == 1] == []
+
+
 def test_the_package_is_seen_at_all():
     """An empty graph would pass every check."""
     graph = import_graph(ROOT)
-    assert f"{PACKAGE}.config" in graph[f"{PACKAGE}.model.count.costs"]
+    assert f"{PACKAGE}.config.model" in graph[f"{PACKAGE}.model.count.costs"]
 
 
 def test_self_an_upward_import_is_detected(package):
@@ -207,3 +284,32 @@ def test_self_a_part_outside_the_plan_is_refused(package):
     graph = package(utils="import depthdial.config", config="")
     with pytest.raises(ValueError, match="depthdial.utils is not in the house plan"):
         forbidden_edges(graph)
+
+
+def test_self_a_name_that_a_package_passes_on_counts_for_the_module_that_defines_it(package):
+    graph = package(
+        config__in____init__="from depthdial.config.a import x\n",
+        config__in__a="x = 1",
+        model__in__b="from depthdial.config import x\nfrom depthdial import config\n",
+    )
+    assert graph["depthdial.model.b"] == {"depthdial.config.a", "depthdial.config"}
+
+
+def test_self_a_circle_of_folders_without_a_circle_of_files_is_detected(package):
+    graph = package(
+        data__in__x__in__a="from depthdial.data.y.b import v\n",
+        data__in__x__in__c="w = 1",
+        data__in__y__in__b="v = 1",
+        data__in__y__in__d="from depthdial.data.x.c import w\n",
+    )
+    assert circle(graph) == []
+    assert circle(folder_graph(graph, "depthdial.data")) == ["x", "y", "x"]
+
+
+def test_self_the_longest_chain_is_found(package):
+    graph = package(
+        data__in__a="import depthdial.data.b\nimport depthdial.data.c\n",
+        data__in__b="import depthdial.data.c\n",
+        data__in__c="x = 1",
+    )
+    assert longest_chain(graph) == [f"depthdial.data.{letter}" for letter in "abc"]

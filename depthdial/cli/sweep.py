@@ -164,7 +164,7 @@ def _measure(options: Options) -> Measurement:
         result.check_paired(baseline)
     latency = None if options.no_timing else _latency(options, model, result, data.context)
     return Measurement(
-        model=model,
+        config=model.config,
         sweep=result,
         data=data.described,
         task=data.task,

@@ -13,7 +13,7 @@ from depthdial.cli.tables import flops, loop_range, short_count, signed, table
 from depthdial.eval.stats import BOOTSTRAP_SEED, FEW_DOCUMENTS
 
 if TYPE_CHECKING:
-    from depthdial.api.model import Model
+    from depthdial.config import ModelConfig
     from depthdial.eval.depth_sweep import DepthSweep
     from depthdial.eval.latency import Latency
     from depthdial.eval.stats import Interval
@@ -33,7 +33,7 @@ class Measurement:
         latency: milliseconds per token; None where no time was taken.
     """
 
-    model: Model
+    config: ModelConfig
     sweep: DepthSweep
     data: str
     task: TaskRows | None
@@ -150,7 +150,7 @@ def _print_cost(measured: Measurement) -> None:
     """What a token costs at each loop count."""
     from depthdial.model.count import executed_sublayers, flops_per_token
 
-    config, sweep = measured.model.config, measured.sweep
+    config, sweep = measured.config, measured.sweep
     first, rows = sweep.loops[0], []
     for k in sweep.loops:
         cost = flops_per_token(config, k, context=measured.context).total
@@ -229,7 +229,7 @@ def _depth_as_json(measured: Measurement, k: int, *, margin: float) -> dict[str,
     from depthdial.eval.stats import compare
     from depthdial.model.count import executed_sublayers, flops_per_token
 
-    sweep, config = measured.sweep, measured.model.config
+    sweep, config = measured.sweep, measured.config
     interval = _interval(sweep, k)
     values: dict[str, Any] = {
         "num_loops": k,

@@ -39,6 +39,21 @@ class Batch(NamedTuple):
     """float, weight of each target in the loss, at least 0; None: 1 for every target."""
 
 
+def take_rows(batch: Batch, start: int, end: int, *, device: torch.device) -> Batch:
+    """Rows [start, end) on a device."""
+    return Batch(*(None if t is None else t[start:end].to(device) for t in batch))
+
+
+def pick_rows(batch: Batch, rows: Tensor | slice) -> Batch:
+    """Some rows of a batch; their numbers may be on another device."""
+    return Batch(*(None if t is None else t[beside(rows, t)] for t in batch))
+
+
+def beside(rows: Tensor | slice, tensor: Tensor) -> Tensor | slice:
+    """Row numbers on the device of what they pick."""
+    return rows if isinstance(rows, slice) else rows.to(tensor.device)
+
+
 class RowSource(Protocol):
     """An endless supply of numbered rows of equal length."""
 

@@ -9,7 +9,7 @@ C channels per head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -247,14 +247,7 @@ class AttentionSpec:
         return torch.empty_like(ranks_BS).scatter(1, order_BS, ranks_BS)
 
 
-_ROW_FIELDS = (
-    "place_BT",
-    "real_BT",
-    "source_real_BS",
-    "document_ids_BT",
-    "source_document_ids_BS",
-    "missing_BS",
-)
+_ROW_FIELDS = tuple(f.name for f in fields(AttentionSpec) if f.name.endswith(("_BT", "_BS")))
 
 
 def blocked_score(dtype: torch.dtype) -> float:

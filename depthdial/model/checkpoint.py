@@ -100,6 +100,18 @@ def load_model(folder: str | Path, *, device: str = "cpu") -> LoopedLM:
     return model if device == "cpu" else model.to(device)
 
 
+def in_own_memory(model: LoopedLM) -> LoopedLM:
+    """The model with every parameter copied to float32 memory of its own.
+
+    Tensors of a file lie at any multiple of 8 bytes, and matrix products of the same numbers
+    differ in the last bit by how their memory is aligned: a resumed run would leave the path of
+    the uninterrupted one.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32, copy=True)
+    return model
+
+
 class StoredTensor(Protocol):
     """A tensor, or what a file's header says of one."""
 

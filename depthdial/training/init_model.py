@@ -20,7 +20,13 @@ from depthdial.config import (
     named_rule,
 )
 from depthdial.disk import hash_file
-from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, read_config
+from depthdial.model.checkpoint import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    in_own_memory,
+    load_model,
+    read_config,
+)
 from depthdial.model.folder import companions
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.patterns import check_patterns, freeze_parameters
@@ -84,18 +90,6 @@ def _still_trained(config: ModelConfig, stored: ModelConfig) -> tuple[int, ...]:
         # Another function without a cache too; at one loop it is none.
         return tuple(k for k in stored.trained_at if k == 1)
     return stored.trained_at
-
-
-def in_own_memory(model: LoopedLM) -> LoopedLM:
-    """The model with every parameter copied to float32 memory of its own.
-
-    Tensors of a file lie at any multiple of 8 bytes, and matrix products of the same numbers
-    differ in the last bit by how their memory is aligned: a resumed run would leave the path of
-    the uninterrupted one.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32, copy=True)
-    return model
 
 
 def check_agreement(config: ModelConfig, stored: ModelConfig, folder: str | Path) -> None:

@@ -6,6 +6,7 @@ Letters: B rows, T tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,36 @@ def step_share(
     return total
 
 
+class TermSums:
+    """Running sums of the terms beside cross entropy over the micro-batches of a step."""
+
+    def __init__(self, totals: StepTotals) -> None:
+        self._counts = {
+            "distill": totals.weight,
+            "short_loss": totals.weight,
+            "consistency": totals.positions,
+        }
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def add(self, terms: TokenTerms, batch: Batch) -> None:
+        values = {
+            "distill": terms.divergence_BT,
+            "short_loss": terms.short_nll_BT,
+            "consistency": terms.distance_BT,
+        }
+        for name, value_BT in values.items():
+            if value_BT is not None:
+                weighed_BT = value_BT if name == "consistency" else weighted(value_BT, batch)
+                self._sums.setdefault(name, []).append(weighed_BT.detach().sum())
+
+    def means(self) -> dict[str, float]:
+        """Means over the step's targets or positions, rows without the term counted as zero."""
+        return {
+            name: sum(float(part) for part in parts) / self._counts[name]
+            for name, parts in self._sums.items()
+        }
+
+
 def compared_rows(distill: DistillConfig | None, num_loops: NumLoops) -> Tensor | slice | None:
     """Rows that are compared with the teacher, a slice for all of them; None for no row."""
     if distill is None:
@@ -76,6 +107,13 @@ def compared_rows(distill: DistillConfig | None, num_loops: NumLoops) -> Tensor 
         return slice(None) if num_loops == 1 else None
     rows = torch.nonzero(num_loops == 1).flatten()
     return rows if len(rows) else None
+
+
+def num_compared(distill: DistillConfig | None, loops_per_slice: Sequence[int]) -> int:
+    """Slices that are compared with the teacher."""
+    if distill is None:
+        return 0
+    return sum(distill.rows == "all" or loops == 1 for loops in loops_per_slice)
 
 
 def count_positions(batch: Batch) -> int:

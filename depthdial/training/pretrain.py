@@ -21,6 +21,7 @@ from depthdial.training.init_model import (
     first_model,
     folder_facts,
 )
+from depthdial.training.objective import num_compared
 from depthdial.training.optim import Optimizers, lr_scale_at
 from depthdial.training.parallel import compile_blocks
 from depthdial.training.patterns import freeze_parameters
@@ -219,15 +220,15 @@ def _graft(session: Session, observer: TrainObserver) -> None:
 
 def _advance(session: Session, plan: StepPlan, position: DataState, seconds: float) -> Progress:
     """Count one finished step and its cost."""
-    recipe, before = session.recipe, session.progress
+    recipe, before, teacher = session.recipe, session.progress, session.teacher
     tokens = recipe.train.batch_size * recipe.data.context
     flops = step_flops(
         session.model.config,
-        plan,
+        plan.forwards,
         context=recipe.data.context,
         tokens_per_slice=tokens // len(plan.loops),
-        objective=recipe.objective,
-        teacher=session.teacher,
+        teacher=None if teacher is None else (teacher.model.config, teacher.num_loops),
+        num_compared=num_compared(recipe.objective.distill, plan.loops),
     )
     return replace(
         before,

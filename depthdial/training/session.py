@@ -13,7 +13,13 @@ from typing import Any
 
 from depthdial.config import Recipe
 from depthdial.data.tokenizer import Tokenizer
-from depthdial.model.checkpoint import load_model, read_tensors, save_model, write_tensors
+from depthdial.model.checkpoint import (
+    in_own_memory,
+    load_model,
+    read_tensors,
+    save_model,
+    write_tensors,
+)
 from depthdial.model.device import check_device
 from depthdial.model.folder import copy_companions
 from depthdial.model.looped_lm import LoopedLM
@@ -22,7 +28,6 @@ from depthdial.training.init_model import (
     STATE_FILE,
     check_facts,
     check_recipe_patterns,
-    in_own_memory,
 )
 from depthdial.training.optim import Optimizers
 from depthdial.training.patterns import freeze_parameters

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import DepthConfig, TimeModulationConfig
 from depthdial.config.recipe import DistillConfig, ObjectiveConfig
-from depthdial.data.packing import Batch
+from depthdial.data.packing import Batch, beside, pick_rows, take_rows
 from depthdial.model.call import Blocks, Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.depth_schedule import (
@@ -37,17 +37,15 @@ from depthdial.training.losses import (
     stacked_steps,
     token_divergences,
     token_losses,
-    weighted,
 )
 from depthdial.training.objective import (
-    StepTotals,
+    TermSums,
     TokenTerms,
     compared_rows,
     step_share,
     step_totals,
 )
 from depthdial.training.optim import Optimizers
-from depthdial.training.teacher import Teacher
 
 Precision = Literal["fp32", "bf16"]
 
@@ -75,6 +73,15 @@ class StepPlan:
     def of_loops(cls, loops: Sequence[int], *, is_mixed: bool = True) -> StepPlan:
         """Full gradients and nothing beside the drawn depth."""
         return cls(tuple(loops), (0,) * len(loops), is_mixed=is_mixed)
+
+    @property
+    def forwards(self) -> list[tuple[int, int]]:
+        """(loops, first loops without gradient) of every forward, shorter paths included."""
+        found = list(zip(self.loops, self.no_grad_loops, strict=True))
+        if self.short_paths is not None:
+            lengths = map(len, self.short_paths)
+            found += [x for x in zip(lengths, self.short_no_grad_loops, strict=True) if x[0]]
+        return found
 
     @property
     def loop_counts(self) -> set[int]:
@@ -210,7 +217,7 @@ class Readouts(NamedTuple):
 class LossModule(nn.Module):
     """Rows and their plan in, token terms out: the one thing that parallel wrappers wrap.
 
-    Args: teacher: None without distillation; its parameters are frozen.
+    Args: teacher: rows to logits, as `teacher.Teacher`; None without distillation.
 
     Fields:
         compiled: blocks and readouts that take the place of the eager ones where gradients are
@@ -219,7 +226,7 @@ class LossModule(nn.Module):
             those that a row used have one.
     """
 
-    def __init__(self, model: LoopedLM, *, teacher: Teacher | None = None) -> None:
+    def __init__(self, model: LoopedLM, *, teacher: nn.Module | None = None) -> None:
         super().__init__()
         self.model = model
         self.teacher = teacher
@@ -240,7 +247,7 @@ class LossModule(nn.Module):
         else:
             assert self.teacher is not None, "rows are compared only where there is a teacher"
             teacher_NTV = self.teacher(pick_rows(batch, plan.compared))
-            rows_N = None if isinstance(plan.compared, slice) else _on(plan.compared, x_BTD)
+            rows_N = None if isinstance(plan.compared, slice) else beside(plan.compared, x_BTD)
             nll_BT, values_NT = readouts.nll_and_divergence(
                 x_BTD, batch.targets_BT, teacher_NTV, rows_N
             )
@@ -359,7 +366,7 @@ def train_step(
     device = model.embedding.weight.device
     totals = step_totals(batch)
     rows_per_slice = len(batch.tokens_BT) // len(plan.loops)
-    losses, terms_sum = DepthLosses(), _TermSums(totals)
+    losses, terms_sum = DepthLosses(), TermSums(totals)
     optimizers.zero_grad()
     for start in range(0, len(batch.tokens_BT), micro_batch_size):
         part = take_rows(batch, start, start + micro_batch_size, device=device)
@@ -386,58 +393,12 @@ def train_step(
     )
 
 
-class _TermSums:
-    """Running sums of the terms beside cross entropy over the micro-batches of a step."""
-
-    def __init__(self, totals: StepTotals) -> None:
-        self._counts = {
-            "distill": totals.weight,
-            "short_loss": totals.weight,
-            "consistency": totals.positions,
-        }
-        self._sums: dict[str, list[Tensor]] = {}
-
-    def add(self, terms: TokenTerms, batch: Batch) -> None:
-        values = {
-            "distill": terms.divergence_BT,
-            "short_loss": terms.short_nll_BT,
-            "consistency": terms.distance_BT,
-        }
-        for name, value_BT in values.items():
-            if value_BT is None:
-                continue
-            if name != "consistency":
-                value_BT = weighted(value_BT, batch)
-            self._sums.setdefault(name, []).append(value_BT.detach().sum())
-
-    def means(self) -> dict[str, float]:
-        """Means over the step's targets or positions, rows without the term counted as zero."""
-        return {
-            name: sum(float(part) for part in parts) / self._counts[name]
-            for name, parts in self._sums.items()
-        }
-
-
-def take_rows(batch: Batch, start: int, end: int, *, device: torch.device) -> Batch:
-    """Rows [start, end) on a device."""
-    return Batch(*(None if t is None else t[start:end].to(device) for t in batch))
-
-
-def pick_rows(batch: Batch, rows: Tensor | slice) -> Batch:
-    """Some rows of a batch."""
-    return Batch(*(None if t is None else t[_on(rows, t)] for t in batch))
-
-
 def _spread(values_NT: Tensor, rows: Tensor | slice, batch: Batch) -> Tensor:
     """Values of some rows as [B, T], zero in the others."""
     if isinstance(rows, slice):
         return values_NT
     zeros_BT = torch.zeros_like(batch.targets_BT, dtype=values_NT.dtype)
-    return zeros_BT.index_copy(0, _on(rows, zeros_BT), values_NT)
-
-
-def _on(rows: Tensor | slice, like: Tensor) -> Tensor | slice:
-    return rows if isinstance(rows, slice) else rows.to(like.device)
+    return zeros_BT.index_copy(0, beside(rows, zeros_BT), values_NT)
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from depthdial.config import Recipe
 from depthdial.data.packing import Batch
 from depthdial.data.tokenizer import Tokenizer
-from depthdial.model.checkpoint import load_model
+from depthdial.model.checkpoint import in_own_memory, load_model
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.training.init_model import in_own_memory
 
 
 class Teacher(nn.Module):

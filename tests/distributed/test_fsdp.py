@@ -23,11 +23,11 @@ from depthdial.config import (
     TimeModulationConfig,
 )
 from depthdial.config.recipe import DistillConfig, ObjectiveConfig, TrajectoryConfig
-from depthdial.data.packing import IGNORE, Batch
+from depthdial.data.packing import IGNORE, Batch, take_rows
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.objective import step_share, step_totals
 from depthdial.training.parallel import share_gradients
-from depthdial.training.step import LossModule, RowPlan, StepPlan, plan_rows, take_rows
+from depthdial.training.step import LossModule, RowPlan, StepPlan, plan_rows
 from depthdial.training.teacher import Teacher
 
 WORLD, ROWS, CONTEXT, VOCAB = 2, 4, 8, 23

@@ -14,7 +14,7 @@ from toys import toy_config
 
 from depthdial.config import DataConfig, DepthConfig, OptimConfig, Recipe, TrainConfig
 from depthdial.data.corpora import prepare_corpus, read_corpus
-from depthdial.data.packing import DataState
+from depthdial.data.packing import DataState, take_rows
 from depthdial.model.checkpoint import read_tensors
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training import pretrain
@@ -23,7 +23,7 @@ from depthdial.training.optim import Optimizers
 from depthdial.training.run_dir import RunDir
 from depthdial.training.session import Progress, Session
 from depthdial.training.sources import open_data
-from depthdial.training.step import LossModule, RowPlan, take_rows, train_step
+from depthdial.training.step import LossModule, RowPlan, train_step
 
 TRAINS = True
 STEPS, BATCH, CONTEXT, VOCAB = 12, 8, 32, 300

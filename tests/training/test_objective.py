@@ -22,7 +22,13 @@ from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.cost import step_flops
 from depthdial.training.depth_schedule import DepthSchedule
 from depthdial.training.losses import count_targets, short_path, step_loss_share, token_divergences
-from depthdial.training.objective import compared_rows, count_positions, step_share, step_totals
+from depthdial.training.objective import (
+    compared_rows,
+    count_positions,
+    num_compared,
+    step_share,
+    step_totals,
+)
 from depthdial.training.optim import Optimizers
 from depthdial.training.step import (
     LossModule,
@@ -289,15 +295,16 @@ def test_a_step_plan_is_drawn_from_the_step_alone():
 
 def test_flops_count_the_truncated_loops_forward_only_and_every_second_forward():
     config = model().config
-    common = {"context": 8, "tokens_per_slice": 1, "objective": ObjectiveConfig(), "teacher": None}
 
-    def flops(plan: StepPlan, **changes) -> float:
-        return step_flops(config, plan, **(common | changes))
+    def flops(plan: StepPlan, **teacher) -> float:
+        return step_flops(config, plan.forwards, context=8, tokens_per_slice=1, **teacher)
 
     one, two, four = (flops(StepPlan.of_loops((k,))) for k in (1, 2, 4))
     core = (four - two) / 2
     assert flops(StepPlan((4,), (3,))) == pytest.approx(one + core)
     assert flops(StepPlan((4, 1), (0, 0), ((2, 2), ()), (0, 0))) == pytest.approx(four + one + two)
-    teacher = Teacher(model(), num_loops=1)
-    distilled = flops(StepPlan.of_loops((4,)), objective=DISTILL, teacher=teacher)
-    assert distilled == pytest.approx(four + one / 3)
+    plan, one_loop = StepPlan.of_loops((4, 1)), DistillConfig(weight=0.5, rows="one_loop")
+    for distill, compared in ((None, 0), (one_loop, 1), (DISTILL.distill, 2)):
+        assert num_compared(distill, plan.loops) == compared
+        distilled = flops(plan, teacher=(config, 1), num_compared=compared)
+        assert distilled == pytest.approx(four + one + compared * one / 3)
