@@ -6,7 +6,6 @@ The facts come from `formats/inspection.py`; here is how a person reads them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from depthdial.cli.tables import (
     shown_loops,
     size,
     table,
+    tables_by_loops,
 )
 from depthdial.config import ModelConfig, count_slots, shortest_pattern
 
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from depthdial.formats.inspection import Inspection, TextFacts
 
 BYTES_PER_VALUE = 2
-MOST_LOOPS_SHOWN = 8
-FEW_POLICIES = 2
-"""So many policies of one size stand above a column by name."""
 
 
 def inspect_parser() -> jsonargparse.ArgumentParser:
@@ -212,31 +209,19 @@ def _runs(layout: str) -> str:
 
 
 def _cache_parts(config: ModelConfig, loops: Sequence[int]) -> list[Table]:
-    """Bytes per token that persist: a column for policies of one size, named below if many."""
+    """Bytes per token that persist: a row per policy, a column per loop count."""
     from depthdial.model.count.cache import cache_bytes, planned_policies
 
-    sizes = {
-        policy: tuple(
-            cache_bytes(config, k, context=1, policy=policy, bytes_per_value=BYTES_PER_VALUE)
+    rows = {
+        policy: [
+            size(cache_bytes(config, k, context=1, policy=policy, bytes_per_value=BYTES_PER_VALUE))
             for k in loops
-        )
+        ]
         for policy in planned_policies(config)
     }
-    ordered = sorted(sizes, key=lambda policy: (-sum(sizes[policy]), policy))
-    columns = [(key, list(names)) for key, names in groupby(ordered, key=sizes.__getitem__)]
-    headings, named = ["k"], []
-    for _, names in columns:
-        headings.append(
-            "\n".join(names) if len(names) <= FEW_POLICIES else f"others ({len(names)})"
-        )
-        named += names if len(names) > FEW_POLICIES else []
-    rows = [[f"{k}", *(size(key[idx]) for key, _ in columns)] for idx, k in enumerate(loops)]
     layers = count_slots(config.sublayers, "keys")
     title = f"Cached keys and values per token in bf16, {layers} attention layers"
-    if len(columns) == 1:
-        return [facts(title, [(f"k = {row[0]}", f"{row[1]} under every policy") for row in rows])]
-    others = [table("", ("", ""), [("others:", ", ".join(named))], left=(0, 1))] if named else []
-    return [table(title, headings, rows), *others]
+    return tables_by_loops(title, "policy", rows, [f"k = {k}" for k in loops])
 
 
 def _text_rows(text: TextFacts) -> list[tuple[str, str]]:

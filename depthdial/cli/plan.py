@@ -5,6 +5,7 @@ The numbers come from `model/count/costs.py`; here are flags, what a name stands
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,25 @@ import jsonargparse
 
 from depthdial.cli.console import result_console
 from depthdial.cli.options import Options, loop_counts, new_parser, number
-from depthdial.cli.tables import flops, loop_range, short_count, shown_loops, size, table
+from depthdial.cli.tables import (
+    flops,
+    loop_range,
+    separated,
+    short_count,
+    shown_loops,
+    size,
+    table,
+    tables_by_loops,
+)
 from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
 from depthdial.config.text import read_mapping
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from depthdial.model.count import Plan
 
 MOST_LOOPS_SHOWN = 16
+MOST_LOOPS_IN_MEMORY = 8
+"""Columns of the table of memory; the powers of two and the largest beyond so many."""
 BYTES_PER_VALUE = {"bf16": 2, "fp32": 4}
 
 
@@ -80,8 +90,9 @@ def run_plan(options: Options) -> int:
     depth = depth.replace(**{name: x for name, x in fractions.items() if x is not None})
     if options.num_loops is None:
         loops = shown_loops(config.max_loops, MOST_LOOPS_SHOWN)
+        in_memory = shown_loops(config.max_loops, MOST_LOOPS_IN_MEMORY)
     else:
-        loops = loop_counts(options.num_loops)
+        loops = in_memory = loop_counts(options.num_loops)
     # Of the schedule, only its distribution matters here: neither seed nor length.
     schedule = DepthSchedule.from_config(depth, max_loops=config.max_loops, seed=0, total_steps=1)
     plans = {
@@ -97,7 +108,7 @@ def run_plan(options: Options) -> int:
         )
         for policy in planned_policies(config)
     }
-    _print_plan(plans, config, source=source, dtype=options.dtype)
+    _print_plan(plans, config, source=source, dtype=options.dtype, in_memory=in_memory)
     _print_training(plans[config.loop.cache_policy], config, depth)
     _print_guesses(options.model)
     return 0
@@ -164,9 +175,14 @@ def _is_recipe(path: Path) -> bool:
 
 
 def _print_plan(
-    plans: dict[CachePolicy, Plan], config: ModelConfig, *, source: str, dtype: str
+    plans: dict[CachePolicy, Plan],
+    config: ModelConfig,
+    *,
+    source: str,
+    dtype: str,
+    in_memory: Collection[int],
 ) -> None:
-    """Compute and memory per loop count."""
+    """Compute per loop count, and memory at those in `in_memory`."""
     console, own = result_console(), plans[config.loop.cache_policy]
     parameters, split = own.parameters, "/".join(map(str, config.split))
     extra = f" ({short_count(parameters.modulation)} modulation)" if config.modulation else ""
@@ -191,7 +207,10 @@ def _print_plan(
     columns = ("k", "sublayers", "x k=1", "prompt, per token", "decode, per token")
     title = f"Compute at {own.context:,} tokens of context"
     console.print(table(title, columns, compute), "")
-    console.print(_memory_table(plans, own, marks=marks, dtype=dtype))
+    shown = {k: f"k = {k}{mark}" for k, mark in marks.items() if k in in_memory}
+    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
+    parts = tables_by_loops(title, "policy", _memory_rows(plans, own, shown), shown.values())
+    console.print(*separated(parts))
     if any(marks.values()):
         console.print(f"* {_mark_text(config)}")
     if own.is_beyond_max_context:
@@ -212,29 +231,23 @@ def _mark_text(config: ModelConfig) -> str:
     return f"outside training, which ran {loop_range(config.trained_loops)}"
 
 
-def _memory_table(
-    plans: dict[CachePolicy, Plan], own: Plan, *, marks: dict[int, str], dtype: str
-) -> Table:
-    """Bytes per loop count: a column for policies alike, two where a prompt needs another size."""
-    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+def _memory_rows(
+    plans: dict[CachePolicy, Plan], own: Plan, loops: Collection[int]
+) -> dict[str, list[str]]:
+    """Bytes at each loop count: a row per policy, two where a prompt needs another size."""
+
+    def cells(plan: Plan, field: str) -> list[str]:
+        return [size(getattr(row, field)) for row in plan.rows if row.num_loops in loops]
+
+    rows: dict[str, list[str]] = {}
     for policy, plan in plans.items():
-        sizes = tuple((row.cache_peak_bytes, row.cache_steady_bytes) for row in plan.rows)
-        alike.setdefault(sizes, []).append(policy)
-    columns: list[tuple[str, list[int]]] = []
-    for sizes, policies in alike.items():
-        names, peaks = "\n".join(policies), [peak for peak, _ in sizes]
-        steady = [after for _, after in sizes]
-        if peaks == steady:
-            columns.append((names, steady))
+        peak, steady = cells(plan, "cache_peak_bytes"), cells(plan, "cache_steady_bytes")
+        if peak == steady:
+            rows[policy] = steady
         else:
-            columns += [(f"{names}\nprompt", peaks), (f"{names}\nafter it", steady)]
-    rows = []
-    for idx, row in enumerate(own.rows):
-        cells = [size(num_bytes[idx]) for _, num_bytes in columns]
-        rows.append([f"{row.num_loops}{marks[row.num_loops]}", *cells, size(row.memory_peak_bytes)])
-    headings = ["k", *(name for name, _ in columns), f"weights and\n{own.cache_policy}"]
-    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
-    return table(title, headings, rows)
+            rows |= {f"{policy}, prompt": peak, f"{policy}, after it": steady}
+    rows[f"weights and {own.cache_policy}"] = cells(own, "memory_peak_bytes")
+    return rows
 
 
 def _print_training(plan: Plan, config: ModelConfig, depth: DepthConfig) -> None:

@@ -5,11 +5,14 @@ Nothing here measures anything or knows a model; it lays out the texts it is giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
 from depthdial.cli.console import styled
+
+MOST_WIDTH = 80
+COLUMN_GAP = 2
 
 
 def table(
@@ -26,7 +29,7 @@ def table(
         title_justify="left",
         box=None,
         pad_edge=False,
-        padding=(0, 2, 0, 0),
+        padding=(0, COLUMN_GAP, 0, 0),
         show_header=any(columns),
     )
     for idx, name in enumerate(columns):
@@ -35,6 +38,34 @@ def table(
     for row in rows:
         grid.add_row(*(styled(cell) for cell in row))
     return grid
+
+
+def tables_by_loops(
+    title: str, what: str, rows: Mapping[str, Sequence[str]], loops: Iterable[str]
+) -> list[Table]:
+    """A row per name and a column per loop count, in as many tables as the width asks for.
+
+    Args: what: heading of the names; rows: name -> one cell per loop count; loops: the headings.
+    """
+    loops = list(loops)
+    cells = [cell for values in rows.values() for cell in values]
+    width = max(map(len, (*cells, *loops))) + COLUMN_GAP
+    names = max(map(len, (*rows, what))) + COLUMN_GAP
+    per_table = max(1, (MOST_WIDTH - names) // width)
+    return [
+        table(
+            title if start == 0 else "",
+            (what, *loops[start : start + per_table]),
+            [(name, *values[start : start + per_table]) for name, values in rows.items()],
+            left=(0,),
+        )
+        for start in range(0, len(loops), per_table)
+    ]
+
+
+def separated(parts: Sequence[Table]) -> list[Table | str]:
+    """Tables with an empty line between them."""
+    return [item for part in parts for item in ("", part)][1:]
 
 
 def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:

@@ -109,6 +109,16 @@ class TestGenerate:
         assert (code, err) == (1, "error: prompt 0 is empty; give at least one character.\n")
 
 
+def memory_rows(out: str) -> dict[str, list[str]]:
+    """Row of the memory table -> its cells, over all parts of the table."""
+    rows: dict[str, list[str]] = {}
+    for line in out.partition("Cached keys and values")[2].splitlines():
+        name, *cells = re.split(r"\s{2,}", line.strip())
+        if cells and all(re.fullmatch(r"[\d.]+ (B|KiB|MiB|GiB)", cell) for cell in cells):
+            rows.setdefault(name, []).extend(cells)
+    return rows
+
+
 class TestPlan:
     def test_gpt_05b_with_the_numbers_of_the_paper(self, cli: Command) -> None:
         """D_eff 30 and 86; Eq. 5 at f = 0.15, K = 5, a quarter of the tokens mixed: 1.198."""
@@ -143,28 +153,41 @@ class TestPlan:
         assert f"Training: {(4 + 4 * mean) / 8:.2f} times" in out
         assert f"Depth: {sampler} draws from 1..4 loops" in out and f"mean {mean:.2f}" in out
 
-    def test_every_cache_policy_has_its_column(self, cli: Command) -> None:
-        header = cli("plan", "tiny-text").out.partition("Cached keys and values")[2]
-        assert all(policy in header for policy in POLICIES)
+    def test_every_cache_policy_has_its_row(self, cli: Command) -> None:
+        rows = memory_rows(cli("plan", "tiny-text").out)
+        named = {name.partition(",")[0] for name in rows}
+        assert named == {*POLICIES, "weights and per_loop"}
+        assert {f"collapse_{x}, prompt" for x in ("last", "first", "mean")} < rows.keys()
+
+    def test_any_number_of_policies_fits_the_line(self, cli: Command) -> None:
+        """A column per policy was wider than a terminal from the sixth on."""
+        out = cli("plan", "gpt-0.5b", "--num-loops", *map(str, range(1, 14))).out
+        assert max(map(len, out.splitlines())) <= 80
+        assert [len(cells) for cells in memory_rows(out).values()] == [13] * 12
+
+    def test_memory_of_many_loops_is_shown_at_powers_of_two(
+        self, cli: Command, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "config.json"
+        path.write_text(preset("tiny-text").replace(max_loops=40).to_json(), encoding="utf-8")
+        out = cli("plan", path).out
+        assert [int(k) for k in re.findall(r"k = (\d+)", out)] == [1, 2, 4, 8, 16, 32, 40]
 
     def test_memory_is_that_of_the_policy_of_the_model(self, cli: Command, tmp_path: Path) -> None:
         path = tmp_path / "config.json"
         config = preset("tiny-text").replace(**{"loop.cache_policy": "last_step"})
         path.write_text(config.to_json(), encoding="utf-8")
-        lines = cli("plan", path, "--dtype", "fp32").out.splitlines()
-        heading = next(i for i, line in enumerate(lines) if line.rstrip().endswith("weights and"))
-        assert lines[heading + 1].rstrip().endswith("last_step")
-        assert lines[heading + 2].split()[-2:] == lines[heading + 5].split()[-2:]
+        own = memory_rows(cli("plan", path, "--dtype", "fp32").out)["weights and last_step"]
+        assert len(set(own)) == 1
 
     def test_b50_cache_grows_with_loops_per_loop_only(self, cli: Command) -> None:
         """15 attention sublayers of 1,024 channels, 131,072 tokens, 2 bytes: 7.5 GiB at k = 1."""
         argv = ["gpt-0.5b", "--num-loops", "1", "4", "6", "--context", "131072"]
         _, out, _ = cli("plan", *argv)
-        rows = [line.split() for line in out.splitlines() if line.rstrip().endswith("GiB")]
-        assert [row[0] for row in rows] == ["1", "4", "6*"]
-        per_loop, _, _, last_step, _ = zip(*(row[1::2] for row in rows), strict=True)
-        assert per_loop == ("7.50", "18.00", "25.00")
-        assert set(last_step) == {"7.50"}
+        rows = memory_rows(out)
+        assert re.findall(r"k = \S+", out) == ["k = 1", "k = 4", "k = 6*"]
+        assert rows["per_loop"] == ["7.50 GiB", "18.00 GiB", "25.00 GiB"]
+        assert rows["last_step"] == ["7.50 GiB"] * 3
         assert "* more loops than the max_loops = 5 that the model is made for" in out
         assert "longer than the context the model is meant for (4,096)" in out
 

@@ -116,7 +116,8 @@ def test_inspect_shows_a_published_checkpoint(cli, source):
         "training ran k = 1..4",
         "core AF x 2 4 2 25.3k 80.3%",
         "total 4 31.6k",
-        "k per_loop others (7) 1 256 B 256 B 2 512 B 256 B",
+        "policy k = 1 k = 2 k = 3 k = 4 per_loop 256 B 512 B 768 B 1.00 KiB",
+        "last_step 256 B 256 B 256 B 256 B",
         "tokenizer 10 tokens",
         "a text opens with <s> (1)",
         "generation stops at </s> (2)",
@@ -188,17 +189,18 @@ def test_inspect_shows_a_run_and_its_checkpoint(cli, tiny_run):
 
 def test_inspect_shows_the_asked_loop_counts(cli, source):
     out = words(cli("inspect", source, "--num-loops", 1, 8).out)
-    assert "1 256 B 256 B 8 2.00 KiB 256 B" in out
+    assert "policy k = 1 k = 8 per_loop 256 B 2.00 KiB" in out and "last_step 256 B 256 B" in out
 
 
 def test_inspect_shows_many_loops_by_powers_of_two(cli):
     out = words(cli("inspect", GOLDEN / "huginn").out)
-    assert "8 5.62 KiB 1.25 KiB 16 10.62 KiB 1.25 KiB" in out
+    assert "policy k = 1 k = 2 k = 4 k = 8 k = 16" in out
+    assert "per_loop 1.25 KiB 1.88 KiB 3.12 KiB 5.62 KiB 10.62 KiB" in out
 
 
 def test_inspect_says_that_a_dense_model_is_one(cli):
     out = words(cli("inspect", GOLDEN / "qwen3").out)
-    assert "loops 1: a dense model" in out and "under every policy" in out
+    assert "loops 1: a dense model" in out and "policy k = 1 per_loop" in out
     assert "between loops" not in out
 
 
