@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from depthdial.formats.inspection import Inspection, TextFacts
 
 BYTES_PER_VALUE = 2
+MOST_LOOPS_SHOWN = 8
 
 
 def inspect_parser() -> jsonargparse.ArgumentParser:

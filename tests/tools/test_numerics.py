@@ -15,7 +15,6 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from depthdial.cache.policies import Grouping, Kept, Missing, cache_rule
 from depthdial.config import (
     LETTERS,
     POLICIES,
@@ -24,7 +23,9 @@ from depthdial.config import (
     ObjectiveConfig,
     OptimConfig,
     SamplerName,
+    cache_rule,
 )
+from depthdial.config.policies import Grouping, Persists, ReadsMissing
 from depthdial.convert.methods import METHODS
 from depthdial.model.presets import preset_names
 from depthdial.model.stopping_rules import STOPPING_RULES
@@ -231,7 +232,11 @@ def test_every_case_that_would_run_is_in_the_record(tool, record, tmp_path):
 def test_the_policies_of_the_record_show_every_part_of_a_rule(models):
     config = ModelConfig.from_dict(models.BASE)
     rules = [cache_rule(policy, config) for policy in models.policy_names()]
-    for kind, part in ((Grouping, "grouping"), (Missing, "missing"), (Kept, "kept")):
+    for kind, part in (
+        (Grouping, "grouping"),
+        (ReadsMissing, "reads_missing"),
+        (Persists, "persists"),
+    ):
         assert set(get_args(kind)) <= {getattr(rule, part) for rule in rules}
 
 
