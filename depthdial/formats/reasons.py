@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 MOST_SHOWN = 20
 """Reasons that a message lists; a file of another family has one for each of its tensors."""
+MOST_KEPT = 100
+"""Reasons that are kept; a file may have millions of tensors."""
 
 
 class Refused(ValueError):
@@ -16,8 +18,10 @@ class Refused(ValueError):
     """
 
     def __init__(self, reasons: Sequence[str]) -> None:
-        self.reasons = tuple(reasons)
-        super().__init__(_listed(self.reasons))
+        kept = tuple(reasons[:MOST_KEPT])
+        more = len(reasons) - len(kept)
+        self.reasons = (*kept, f"... and {more:,} more.") if more else kept
+        super().__init__(_listed(reasons))
 
 
 class Reasons:
@@ -58,6 +62,6 @@ def _listed(reasons: Sequence[str]) -> str:
         return reasons[0]
     shown = [f"- {reason}" for reason in reasons[:MOST_SHOWN]]
     more = len(reasons) - MOST_SHOWN
-    return "\n".join([f"{len(reasons)} things are in the way:", *shown]) + (
-        f"\n... and {more} more." if more > 0 else ""
+    return "\n".join([f"{len(reasons):,} things are in the way:", *shown]) + (
+        f"\n... and {more:,} more." if more > 0 else ""
     )

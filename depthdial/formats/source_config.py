@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthdial.config import nearest_name
-from depthdial.config.limits import MAX_CONTEXT, MAX_LOOPS, MAX_SUBLAYERS
-from depthdial.formats.reasons import Reasons
+from depthdial.config.limits import MAX_CONTEXT, MAX_LOOPS, MAX_SUBLAYERS, shortened
+from depthdial.formats.reasons import MOST_SHOWN, Reasons
 
 WITHOUT_EFFECT = (
     "_attn_implementation",
@@ -276,8 +276,11 @@ class SourceConfig:
 
     def check_all_read(self) -> None:
         """Raises: ValueError naming every key that nobody read, with the nearest known one."""
-        known = sorted(self._known())
-        unread = [f"'{key}'.{_nearest(key, known)}" for key in self.unused()]
+        known, unused = sorted(self._known()), self.unused()
+        # Keys are compared with all known ones, which takes its time: a file may have thousands.
+        unread = [f"'{shortened(key)}'.{_nearest(key, known)}" for key in unused[:MOST_SHOWN]]
+        if len(unused) > MOST_SHOWN:
+            unread.append(f"And {len(unused) - MOST_SHOWN:,} more.")
         if unread:
             raise ValueError(
                 f"{self.called} has keys without a known meaning, so the model would not be the "

@@ -1,6 +1,7 @@
 """What is in the way of an import is named as a whole; what changes nothing is not in the way."""
 
 import json
+import time
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from depthdial.formats.families.registry import detect, map_config
 from depthdial.formats.import_export import import_checkpoint
 from depthdial.formats.inspection import inspect_source
-from depthdial.formats.reasons import MOST_SHOWN, Reasons, Refused
+from depthdial.formats.reasons import MOST_KEPT, MOST_SHOWN, Reasons, Refused
 from depthdial.formats.source_config import EMPTY_DEFAULTS, LIBRARY_DEFAULTS
 from depthdial.formats.source_folder import read_family
 
@@ -257,3 +258,33 @@ def test_f05_one_other_name_is_no_common_prefix(source):
     edit_tensors(source, model__norm__weight=None, module__model__norm__weight=norm)
     missing, unknown = refused(source)
     assert "missing tensor 'model.norm.weight'" in missing and "'module.model.norm" in unknown
+
+
+# ---- files with reasons without end
+
+
+def test_f31_thousands_of_unknown_names_cost_no_time(source):
+    """Each was compared with every known name before twenty of them were shown."""
+    tensors = safetensors.torch.load_file(source / WEIGHTS)
+    odd = {f"model.layers.{i}.mlp.up_proj.weigh": torch.ones(0) for i in range(20_000)}
+    safetensors.torch.save_file(tensors | odd, source / WEIGHTS)
+    started = time.process_time()
+    with pytest.raises(Refused) as caught:
+        import_checkpoint(source, source.parent / "model")
+    assert time.process_time() - started < 10
+    assert len(caught.value.reasons) == MOST_KEPT + 1
+    assert caught.value.reasons[-1] == "... and 19,900 more."
+
+
+def test_f31_thousands_of_unknown_keys_are_counted(source):
+    edit_json(source / "config.json", **{f"key_{i}": 1 for i in range(20_000)})
+    with pytest.raises(ValueError, match="keys without a known meaning.*And 19,980 more") as caught:
+        import_checkpoint(source, source.parent / "model")
+    assert len(str(caught.value)) < 1000
+
+
+def test_f31_thousands_of_contradicting_ids_are_counted(source):
+    add_tokenizer(source)
+    (source / "added_tokens.json").write_text(json.dumps({f"t{i}": i for i in range(5000)}))
+    warnings = import_checkpoint(source, source.parent / "model").warnings
+    assert len(warnings) < 30 and "4,980 more such ids contradict." in warnings

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from depthdial.config import nearest_name
-from depthdial.formats.reasons import Refused
+from depthdial.formats.reasons import MOST_SHOWN, Refused
 
 Get = Callable[[str], Tensor]
 """Name -> tensor, of the source or of ours."""
@@ -288,8 +288,10 @@ def select_rules(
     rules = [_alone(rule, present) for rule in rules]
     known = [name for rule in rules for name in rule.source_names]
     _check_prefix(present, rules)
-    unknown = (present | unheld.keys()) - {*known}
-    problems = [f"unknown tensor '{name}'.{_nearest(name, known)}" for name in unknown]
+    unknown = sorted((present | unheld.keys()) - {*known})
+    # A name is compared with all known ones, which takes its time, and a file may have millions.
+    problems = [f"unknown tensor '{name}'.{_nearest(name, known)}" for name in unknown[:MOST_SHOWN]]
+    problems += [f"unknown tensor '{name}'." for name in unknown[MOST_SHOWN:]]
     chosen = [rule for rule in rules if present.issuperset(rule.source_names)]
     spellings: dict[str, list[str]] = {}
     for rule in rules:

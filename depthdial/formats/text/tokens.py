@@ -22,6 +22,7 @@ from depthdial.data.tokenizer import (
     id_list,
 )
 from depthdial.disk import named_in_errors
+from depthdial.formats.reasons import MOST_SHOWN
 from depthdial.formats.text.files import (
     chat_templates,
     object_or_none,
@@ -139,7 +140,10 @@ def read_tokens(
         check_vocabulary(folder / TOKENIZER_FILE, tokenizer, vocab_size)
         check_template(folder / TOKENIZER_FILE, tokenizer)
         statements += _token_statements(folder, files, tokenizer, warnings)
-        warnings += wrong_ids(folder, tokenizer)
+        contradictions = list(wrong_ids(folder, tokenizer))
+        warnings += contradictions[:MOST_SHOWN]
+        if len(contradictions) > MOST_SHOWN:
+            warnings.append(f"{len(contradictions) - MOST_SHOWN:,} more such ids contradict.")
         warnings += _opening_contradiction(tokenizer, tokenizer_config)
         opening_ids = tokenizer.template_ids
     for statement in statements:
