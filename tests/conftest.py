@@ -168,7 +168,7 @@ def byte_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CHAIN_RECIPE: dict[str, Any] = {
     "name": "chains",
     "data": {"task": "pointer_chain", "num_chains": 2, "chain_length": 3, "context": 42},
-    "depth": {"sampler": "listed", "listed_loops": [1, 2], "num_depth_slices": 2},
+    "depth": {"sampler": "listed", "listed_loops": [1, 2]},
     "train": {
         "steps": 4, "batch_size": 4, "val_every": 2, "val_rows": 4, "checkpoint_every": 2,
         "precision": "fp32",

@@ -75,7 +75,10 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "loop differences": {"model": {"loop_lora": {"rank": 2, "sets_by_loop": [0, 1]}}},
     "ngpt": {"model": {**n.NGPT, "loop": {"unit_norm": True}}},
-    "one loop": {"model": {"max_loops": 1, "num_loops": 1}, "depth": {"sampler": "sync_uniform"}},
+    "one loop": {
+        "model": {"max_loops": 1, "num_loops": 1},
+        "depth": {"sampler": "fixed", "fixed_loops": 1, "num_depth_slices": None},
+    },
 }
 """Runs beside one of each sampler: changes of RECIPE."""
 DISTILLED: dict[str, dict[str, Any]] = {

@@ -49,11 +49,25 @@ def token_documents(
 
 def _read(data: Sequence[str] | Sequence[Path]) -> Iterator[AnyDocument]:
     """Documents of a list: texts if its items are strings, files if they are paths."""
-    from depthdial.data.documents import Document, find_files, read_documents
+    from depthdial.data.documents import SUFFIXES, Document, find_files, read_documents
+    from depthdial.data.shards import META_FILE
 
     items = list(data)
     if all(isinstance(item, Path) for item in items):
-        yield from read_documents(find_files(items).supported)
+        for item in items:
+            if len(items) > 1 and (Path(item) / META_FILE).is_file():
+                raise ValueError(
+                    f"{item} is a folder written by `depthdial prepare`, which is measured alone: "
+                    "its held-out documents are tokens already. Give it without other files."
+                )
+        files = find_files(items)
+        if files.unsupported:
+            warnings.warn(
+                f"skipped {len(files.unsupported)} files that are not {', '.join(SUFFIXES)}: "
+                f"{', '.join(files.unsupported[:3])}{', ...' if files.unsupported[3:] else ''}.",
+                stacklevel=3,
+            )
+        yield from read_documents(files.supported)
         return
     for number, text in enumerate(items, start=1):
         if not isinstance(text, str):

@@ -138,8 +138,8 @@ def _structure(config: ModelConfig) -> list[tuple[str, str]]:
     rows = [
         ("loops", loops if config.max_loops > 1 else "1: a dense model"),
         *(_loop_rows(config) if config.max_loops > 1 else []),
-        ("width", f"{config.d_model:,}; feed-forward {config.d_ff:,} ({config.ff})"),
-        ("attention", heads),
+        ("width", f"{config.d_model:,}; {_feed_forward(config)}"),
+        ("attention", heads if config.num_heads is not None else "none"),
         ("positions", _positions(config)),
         ("norms", f"{config.norm}; final norm: {config.final_norm}"),
         ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_embeddings else ''}"),
@@ -149,6 +149,12 @@ def _structure(config: ModelConfig) -> list[tuple[str, str]]:
     if config.exit_gate != "none":
         rows.append(("exit gate", config.exit_gate))
     return rows
+
+
+def _feed_forward(config: ModelConfig) -> str:
+    widths = dict.fromkeys(width for width in (config.d_ff, config.core_d_ff) if width is not None)
+    shown = " and in the core ".join(f"{width:,}" for width in widths)
+    return f"feed-forward {shown} ({config.ff})" if shown else "no feed-forward"
 
 
 def _loop_rows(config: ModelConfig) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ import yaml
 
 from depthdial.config import Recipe
 from depthdial.config.limits import MAX_LOOPS, shortened
-from depthdial.config.text import load_yaml
+from depthdial.config.text import WHOLE_NUMBER, load_yaml, plain_number
 
 Options = jsonargparse.Namespace
 
@@ -123,7 +123,7 @@ def loop_counts(texts: str | Sequence[str]) -> list[int]:
     joined = texts if isinstance(texts, str) else ",".join(texts)
     parts = [part.strip() for part in joined.split(",")]
     for part in parts:
-        if not re.fullmatch(r"[-+]?\d+", part):
+        if not WHOLE_NUMBER.fullmatch(part):
             raise UsageError(f"--num-loops needs whole numbers of at least 1, got '{part}'.")
         # By length first: Python reads no number of thousands of digits.
         if len(part.lstrip("+-0")) > len(str(MAX_LOOPS)) or int(part) > MAX_LOOPS:
@@ -138,11 +138,11 @@ def number(text: str | None, flag: str, *, whole: bool) -> Any:
     """An int (`whole`) or float from an option's text; None stays None. Raises: UsageError."""
     if text is None:
         return None
-    try:
-        return int(text) if whole else float(text)
-    except ValueError:
+    value = plain_number(text)
+    if value is None or (whole and not isinstance(value, int)):
         kind = "a whole number" if whole else "a number"
-        raise UsageError(f"{flag} needs {kind}, got '{text}'.") from None
+        raise UsageError(f"{flag} needs {kind} in plain decimal digits, got '{text}'.")
+    return value if whole else float(value)
 
 
 @contextmanager

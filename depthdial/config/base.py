@@ -111,7 +111,10 @@ def _explain(cls: type[BaseModel], error: ValidationError) -> str:
             given, known = item["ctx"]["tag"], item["ctx"]["expected_tags"]
             lines.append(f"{where}.kind='{given}' is unknown; known: {known}.")
         else:
-            lines.append(f"{where}={shortened(repr(item['input']))}: {item['msg']}.")
+            given = item["input"]
+            is_spelled = isinstance(given, str) and item["type"] in ("int_type", "float_type")
+            hint = " Write it in plain decimal digits." if is_spelled else ""
+            lines.append(f"{where}={shortened(repr(given))}: {item['msg']}.{hint}")
     return "\n".join(shortened(line, 3 * MAX_SHOWN) for line in lines)
 
 

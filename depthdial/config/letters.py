@@ -141,6 +141,12 @@ def is_read(layout: str, key: str) -> bool:
     return any(key in LETTERS[letter].reads for letter in layout)
 
 
+def reads_outer_width(config: Any) -> bool:
+    """Whether some feed-forward layer has the width `d_ff`."""
+    in_core = config.core_d_ff is None and is_read(config.core_layout, "d_ff")
+    return in_core or is_read(config.prelude_layout + config.coda_layout, "d_ff")
+
+
 def count_slots(layout: str, kind: SlotKind) -> int:
     """Layers of the layout that have a slot of this kind."""
     return sum(LETTERS[letter].slot == kind for letter in layout)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from depthdial.config.base import Fraction, PositiveFloat, StrictConfig
+from depthdial.config.effects import LOOP_EFFECTS, MODEL_EFFECTS, check_effects
 from depthdial.config.limits import (
     MAX_LOOPS,
     MAX_SIZE,
@@ -79,6 +80,7 @@ class LoopConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _options_have_effect(self) -> Self:
+        check_effects(self, LOOP_EFFECTS)
         check_loop(self)
         return self
 
@@ -260,14 +262,14 @@ class ModelConfig(StrictConfig):
     segments: Annotated[tuple[PositiveInt, ...], Field(max_length=MAX_SUBLAYERS)] = ()
     """Sublayers of the runs that the core is cut into, each looped before the next; empty where
     the core loops as a whole."""
-    num_heads: PositiveInt
-    """Query heads."""
-    num_kv_heads: PositiveInt
-    """Key and value heads; divides num_heads."""
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2, le=MAX_SIZE)]
-    """Channels per head; free of d_model / num_heads."""
-    d_ff: PositiveInt
-    """Hidden width of the feed-forward MLP."""
+    num_heads: PositiveInt | None = None
+    """Query heads; attention layers need it, and it is null without one."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads, as num_heads, which it divides."""
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2, le=MAX_SIZE)] | None = None
+    """Channels per head, as num_heads; free of d_model / num_heads."""
+    d_ff: PositiveInt | None = None
+    """Hidden width of the feed-forward MLP; null where no MLP has this width."""
     core_d_ff: PositiveInt | None = None
     """Hidden width inside the core; null for d_ff."""
     ff: Literal["swiglu", "gelu", "relu_squared", "half_relu_squared"] = "swiglu"
@@ -342,6 +344,7 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         check_sublayers(self)
+        check_effects(self, MODEL_EFFECTS)
         check_segments(self)
         check_attention(self)
         check_model_options(self)
@@ -359,6 +362,16 @@ class ModelConfig(StrictConfig):
         """Copy whose `trained_loops` are these, as far as max_loops; null where they are all."""
         kept = sorted({k for k in loops if k <= self.max_loops})
         return self.replace(trained_loops=None if len(kept) == self.max_loops else kept)
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads; 0 without attention."""
+        return (self.num_heads or 0) * (self.head_dim or 0)
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all key heads; 0 without attention."""
+        return (self.num_kv_heads or 0) * (self.head_dim or 0)
 
     @property
     def sublayers(self) -> str:

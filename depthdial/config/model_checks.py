@@ -8,28 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from depthdial.config.letters import LETTERS, check_letters, is_read
+from depthdial.config.letters import LETTERS, check_letters, is_read, reads_outer_width
 from depthdial.config.limits import MAX_SUBLAYERS
 from depthdial.config.policies import policy_obstacle
 
 
 def check_loop(loop: Any) -> None:
-    """Every option of the loop has an effect, and what it needs."""
-    only_with = (
-        ("delta_init", 0.05, "update", "delta"),
-        ("gamma_init", 0.0, "update", "adaptive_delta"),
-        ("gate_rank", None, "update", "decay_gate"),
-        ("anchor", 0.5, "update", "anchored"),
-        ("random_state_std", None, "initial_state", "random"),
-        ("random_state_seed", 0, "initial_state", "random"),
-    )
+    """The loop has what its options need."""
     values = dict(loop)
-    for name, default, owner, value in only_with:
-        if values[name] != default and values[owner] != value:
-            raise ValueError(
-                f"{name}={values[name]} has no effect with {owner}='{values[owner]}'. "
-                f"Remove it or choose {owner}='{value}'."
-            )
     for name, owner, value in (
         ("gate_rank", "update", "decay_gate"),
         ("random_state_std", "initial_state", "random"),
@@ -58,6 +44,15 @@ def check_sublayers(config: Any) -> None:
             f"'{config.layout}' has {period}. Choose a split whose sum is a multiple of "
             f"{period}, or change `layout`."
         )
+    needed = ("num_heads", "num_kv_heads", "head_dim")
+    needed = [key for key in needed if is_read(config.layout, key)]
+    if reads_outer_width(config):
+        needed.append("d_ff")
+    for key in needed:
+        if getattr(config, key) is None:
+            raise ValueError(
+                f"missing key '{key}', which layers of the layout '{config.layout}' need."
+            )
 
 
 def check_segments(config: Any) -> None:
@@ -86,6 +81,8 @@ def check_segments(config: Any) -> None:
 
 def check_attention(config: Any) -> None:
     """Heads, rotation and value embeddings fit each other."""
+    if None in (config.num_heads, config.num_kv_heads, config.head_dim):
+        return
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}."
@@ -101,21 +98,6 @@ def check_attention(config: Any) -> None:
                 f"{name}={fraction} of head_dim={config.head_dim} gives {rotating} rotating "
                 "channels; choose a fraction that gives an even number of at least 2."
             )
-    if config.positions != "rotary":
-        for name, given, default in (
-            ("rotary_frac", config.rotary_frac, 1.0),
-            ("rotary_pairs", config.rotary_pairs, "half_split"),
-            ("rope_scaling", config.rope_scaling, None),
-            ("rope_theta", config.rope_theta, 10_000.0),
-            ("sliding.rope_theta", config.sliding and config.sliding.rope_theta, 10_000.0),
-            ("sliding.rotary_frac", config.sliding and config.sliding.rotary_frac, 1.0),
-        ):
-            if given is not None and given != default:
-                raise ValueError(
-                    f"{name}={given!r} has no effect with positions='{config.positions}'."
-                )
-    if config.qk_norm == "none" and config.qk_norm_eps is not None:
-        raise ValueError(f"qk_norm_eps={config.qk_norm_eps} has no effect with qk_norm='none'.")
     keyed = [LETTERS[x] for x in config.sublayers if LETTERS[x].slot == "keys"]
     able = [i for i, facts in enumerate(keyed) if "value_embeddings" in facts.reads]
     given = config.value_embeddings
@@ -138,24 +120,6 @@ def check_model_options(config: Any) -> None:
         raise ValueError(obstacle)
     if (config.norm == "ngpt") != (config.ngpt is not None):
         raise ValueError("norm='ngpt' goes with `ngpt`, and needs it.")
-    if config.norm == "ngpt" and (config.modulation is not None or config.qk_norm != "none"):
-        raise ValueError(
-            "norm='ngpt' normalises queries and keys itself and takes no modulation of its "
-            "sublayers; set qk_norm='none' and modulation=null."
-        )
-    if config.norm == "ngpt":
-        _check_ngpt(config)
-    is_plain = config.loop.update == "replace" and config.modulation is None
-    if is_plain and config.loop.gate_bypass != "never":
-        raise ValueError(
-            f"loop.gate_bypass='{config.loop.gate_bypass}' has no effect with update='replace': "
-            "there is no gate. Set it to 'never'."
-        )
-    if config.core_d_ff is not None and not is_read(config.core_layout, "core_d_ff"):
-        raise ValueError(
-            f"core_d_ff={config.core_d_ff} has no effect: the core '{config.core_layout}' has no "
-            "feed-forward sublayer."
-        )
     if config.final_norm == "loop" and config.split[2]:
         raise ValueError(
             f"final_norm='loop' norms the state that the head reads, but split="
@@ -163,6 +127,13 @@ def check_model_options(config: Any) -> None:
         )
     if config.loop_lora is not None and config.loop_lora.norms and not config.norm_gain:
         raise ValueError("loop_lora.norms needs norm_gain=true: there is no gain to vary.")
+    sets = () if config.loop_lora is None else config.loop_lora.sets_by_loop
+    if len(sets) > config.max_loops:
+        raise ValueError(
+            f"loop_lora.sets_by_loop={list(sets)} names the sets of {len(sets)} loops, but the "
+            f"model is made for max_loops={config.max_loops}; the others would have no effect. "
+            "Leave them out, or raise max_loops."
+        )
 
 
 def check_trained_loops(config: Any) -> None:
@@ -176,22 +147,3 @@ def check_trained_loops(config: Any) -> None:
             f"{config.max_loops}, ascending and each once; null stands for all of them, [] for "
             "none."
         )
-
-
-def _check_ngpt(config: Any) -> None:
-    """A normalised transformer has no biases, gains, value embeddings or mix of loops."""
-    deltas = config.loop_lora
-    for name, given, allowed in (
-        ("ff", config.ff, "swiglu"),
-        ("ff_bias", config.ff_bias, False),
-        ("attention_bias", config.attention_bias, "none"),
-        ("value_embeddings", config.value_embeddings, ()),
-        ("norm_gain", config.norm_gain, True),
-        ("loop.local_window", config.loop.local_window, None),
-        ("loop_lora.norms", deltas is not None and deltas.norms, False),
-    ):
-        if given != allowed:
-            raise ValueError(
-                f"{name}={given!r} has no effect with norm='ngpt', whose sublayers have unit "
-                f"lengths and none of these; leave it at {allowed!r}."
-            )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from depthdial.config.base import StrictConfig, set_dotted
+from depthdial.config.effects import RECIPE_EFFECTS, check_effects, slices_differ
 from depthdial.config.model import ModelConfig, from_version_1, without_code
 from depthdial.config.policies import named_rule
 from depthdial.config.text import read_mapping
@@ -106,9 +107,11 @@ class Recipe(StrictConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_batch(self.model, self.data, self.depth, self.train)
-        _check_loops(self.model.max_loops, self.depth, self.objective)
+        check_effects(self, RECIPE_EFFECTS)
+        self._check_batch()
+        _check_loops(self.model.max_loops, self.depth)
         _check_truncation(self.model, self.depth)
+        _check_switch(self)
         _check_init(self.train.init, self.data, self.objective.distill)
         if self.model.trained_loops is not None:
             raise ValueError(
@@ -116,6 +119,37 @@ class Recipe(StrictConfig):
                 "into its checkpoints; leave it out of a recipe."
             )
         return self
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of the global batch."""
+        is_named = self.depth.num_depth_slices is not None
+        if is_named or slices_differ(self.depth, self.model.max_loops):
+            return self.depth.slices
+        return self.train.batch_size // (self.train.micro_batch_size or self.train.batch_size)
+
+    def _check_batch(self) -> None:
+        """Batch, slices and context fit each other."""
+        batch = self.train.batch_size
+        micro = self.train.micro_batch_size or batch
+        if batch % micro:
+            raise ValueError(
+                f"train.micro_batch_size={micro} does not divide train.batch_size={batch}."
+            )
+        slices = self.num_slices
+        if batch % slices:
+            raise ValueError(
+                f"train.batch_size={batch} is not a multiple of depth.num_depth_slices={slices}."
+            )
+        if micro % (batch // slices):
+            raise ValueError(
+                f"train.micro_batch_size={micro} must hold whole slices of {batch // slices} rows."
+            )
+        if self.data.context > self.model.max_context:
+            raise ValueError(
+                f"data.context={self.data.context} exceeds model.max_context="
+                f"{self.model.max_context}."
+            )
 
 
 def _started_from(values: dict[str, Any], init: str) -> dict[str, Any]:
@@ -154,59 +188,8 @@ def _model_values(folder: str) -> dict[str, Any]:
     return without_code(values)
 
 
-def _check_batch(
-    model: ModelConfig, data: DataConfig, depth: DepthConfig, train: TrainConfig
-) -> None:
-    """Batch, slices and context."""
-    slices, batch = depth.num_depth_slices, train.batch_size
-    if batch % slices:
-        raise ValueError(
-            f"train.batch_size={batch} is not a multiple of depth.num_depth_slices={slices}."
-        )
-    micro, rows_per_slice = train.micro_batch_size or batch, batch // slices
-    if micro % rows_per_slice or batch % micro:
-        raise ValueError(
-            f"train.micro_batch_size={micro} must hold whole slices of {rows_per_slice} rows "
-            f"and divide train.batch_size={batch}."
-        )
-    if data.context > model.max_context:
-        raise ValueError(
-            f"data.context={data.context} exceeds model.max_context={model.max_context}."
-        )
-
-
-def _check_loops(max_loops: int, depth: DepthConfig, objective: ObjectiveConfig) -> None:
-    """Depth draws that the model allows, and options that need more than one loop."""
-    if max_loops == 1:
-        for name, given, unused in (
-            ("depth.override_frac", depth.override_frac, 0.0),
-            ("depth.backprop_loops", depth.backprop_loops, None),
-            ("depth.curriculum", depth.curriculum, "none"),
-            ("objective.trajectory", objective.trajectory, None),
-        ):
-            if given != unused:
-                raise ValueError(
-                    f"{name}={given} has no effect with model.max_loops=1: every slice runs one "
-                    "loop."
-                )
-    deepest = depth.fixed_loops or max(depth.listed_loops or (0,)) or max_loops
-    if depth.backprop_loops is not None and depth.backprop_loops >= deepest > 1:
-        raise ValueError(
-            f"depth.backprop_loops={depth.backprop_loops} has no effect: no row runs more than "
-            f"{deepest} loops. Set it to null."
-        )
-    if deepest == 1 and objective.trajectory is not None:
-        raise ValueError(
-            "objective.trajectory has no effect where every row runs one loop: a path of one loop "
-            "has no shorter one."
-        )
-    distill, listed = objective.distill, depth.listed_loops
-    never_shallow = (depth.fixed_loops or 1) > 1 or (listed is not None and 1 not in listed)
-    if distill is not None and distill.rows == "one_loop" and never_shallow:
-        raise ValueError(
-            "objective.distill.rows='one_loop' has no effect: no row runs one loop. Draw one loop "
-            "too, or compare all rows."
-        )
+def _check_loops(max_loops: int, depth: DepthConfig) -> None:
+    """Depth draws that the model allows."""
     for name, given in (
         ("fixed_loops", depth.fixed_loops),
         ("mean_loops", depth.mean_loops),
@@ -230,6 +213,19 @@ def _check_truncation(model: ModelConfig, depth: DepthConfig) -> None:
             f"depth.backprop_loops={depth.backprop_loops} with loop.cache_policy="
             f"'{model.loop.cache_policy}' would never train the core's keys and values in deep "
             "rows: they are made in the first loop. Set it to null."
+        )
+
+
+def _check_switch(recipe: Recipe) -> None:
+    """A modulation that comes with a late switch is added without a change of the function."""
+    modulation, switch_frac = recipe.model.modulation, recipe.depth.switch_frac
+    is_added = modulation is not None and recipe.train.init is None
+    if is_added and switch_frac and modulation.kind != "elr":
+        raise ValueError(
+            f"depth.switch_frac={switch_frac} would add model.modulation.kind='{modulation.kind}' "
+            "to a model in training, and its closed gates would undo what was learned. Set "
+            "depth.switch_frac to 0.0, so that the modulation is there from the first step, or use "
+            "kind 'elr'."
         )
 
 

@@ -6,6 +6,7 @@ Which keys there are, and their ranges, is in `config/__init__.py`.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from depthdial.config.limits import (
     shortened,
 )
 
+WHOLE_NUMBER = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+DECIMAL_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+"""Any number in plain decimal digits, a whole one too."""
 PairsHook = Callable[[list[tuple[str, Any]]], Any]
 MAX_DIGITS = 4300
 """Digits of the largest whole number that Python reads unless told otherwise."""
@@ -54,60 +58,90 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return values
 
 
-def load_yaml(text: str) -> Any:
-    """YAML with the float spelling people type: `1e-3` is a number, not a string.
+class _Loader(yaml.SafeLoader):
+    """YAML as JSON reads it: plain scalars are null, true, false, decimal numbers or text.
 
-    Dates stay text, as in JSON.
+    Keys are unique, and aliases stand for few values. YAML 1.1 has more scalars: 010 is eight
+    there, 1:30 is ninety, 1_000 a thousand, and no is false.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.num_values = self.level = 0
+        self.values_of: dict[int, int] = {}
+        """Address of a finished node -> values that an alias of it stands for."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        self.level += 1
+        if self.level > MAX_NESTING:
+            raise yaml.YAMLError(f"it nests groups deeper than {MAX_NESTING} levels.")
+        is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        if not is_alias:
+            self.num_values += 1
+            self.values_of[id(node)] = self.num_values - before
+        elif id(node) in self.values_of:
+            self.num_values += self.values_of[id(node)]
+        else:
+            raise yaml.YAMLError("an alias (*name) stands inside what it is the alias of.")
+        if self.num_values > MAX_YAML_VALUES:
+            raise yaml.YAMLError(
+                f"written out, it has more than {MAX_YAML_VALUES:,} values. Use fewer aliases "
+                "(*name)."
+            )
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _check_unique(node)
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number; also of a scalar whose tag says that it is one."""
+        text = self.construct_scalar(node)
+        number = _SPECIAL_FLOATS.get(text.lower().lstrip("+"), plain_number(text))
+        if number is None:
+            raise yaml.YAMLError(f"'{text}' is no plain decimal number.")
+        return number
+
+
+_SPECIAL_FLOATS = {".inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+"""No config takes them; read as what they are, they are refused with their key."""
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", WHOLE_NUMBER.pattern, [*"-+0123456789"]),
+    ("float", DECIMAL_NUMBER.pattern, [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+    ("merge", r"<<", ["<"]),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
+    )
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
+
+
+def load_yaml(text: str) -> Any:
+    """Values of YAML text; see `_Loader` for what a plain scalar is.
+
     Raises: yaml.YAMLError, also for a key that is given twice, with its lines, and for aliases that
         stand for more values than a config has.
     """
-    timestamp = "tag:yaml.org,2002:timestamp"
+    return yaml.load(text, _Loader)
 
-    class Loader(yaml.SafeLoader):
-        """SafeLoader with YAML 1.2 floats, without dates, with unique keys and few values."""
 
-        yaml_implicit_resolvers = {
-            first: [(tag, pattern) for tag, pattern in resolvers if tag != timestamp]
-            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
+def plain_number(text: str) -> int | float | None:
+    """The number that plain decimal digits spell; None for any other text.
 
-        def __init__(self, stream: str) -> None:
-            super().__init__(stream)
-            self.num_values = self.level = 0
-            self.values_of: dict[int, int] = {}
-            """Address of a finished node -> values that an alias of it stands for."""
-
-        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-            self.level += 1
-            if self.level > MAX_NESTING:
-                raise yaml.YAMLError(f"it nests groups deeper than {MAX_NESTING} levels.")
-            is_alias, before = self.check_event(yaml.AliasEvent), self.num_values
-            node = super().compose_node(parent, index)
-            self.level -= 1
-            if not is_alias:
-                self.num_values += 1
-                self.values_of[id(node)] = self.num_values - before
-            elif id(node) in self.values_of:
-                self.num_values += self.values_of[id(node)]
-            else:
-                raise yaml.YAMLError("an alias (*name) stands inside what it is the alias of.")
-            if self.num_values > MAX_YAML_VALUES:
-                raise yaml.YAMLError(
-                    f"written out, it has more than {MAX_YAML_VALUES:,} values. Use fewer aliases "
-                    "(*name)."
-                )
-            return node
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            _check_unique(node)
-            return super().construct_mapping(node, deep=deep)
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)$"),
-        list("-+0123456789."),
-    )
-    return yaml.load(text, Loader)
+    Leading zeros, other bases, digits in groups and clock times are no plain numbers: readers
+    disagree about what they are worth.
+    """
+    if WHOLE_NUMBER.fullmatch(text):
+        return _whole_number(text)
+    return float(text) if DECIMAL_NUMBER.fullmatch(text) else None
 
 
 def load_json(text: str) -> Any:

@@ -11,6 +11,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from depthdial.config.base import BelowOne, Fraction, PositiveFloat, StrictConfig
+from depthdial.config.effects import (
+    DATA_EFFECTS,
+    DEPTH_EFFECTS,
+    OPTIM_EFFECTS,
+    POISSON_SAMPLERS,
+    check_effects,
+)
 from depthdial.config.limits import MAX_SLICES, MAX_SUBLAYERS, LoopCount, PositiveInt, Tokens
 
 SamplerName = Literal[
@@ -25,18 +32,7 @@ SamplerName = Literal[
     "listed",
 ]
 
-POISSON_SAMPLERS = ("poisson_lognormal", "poisson_truncated")
-"""Samplers whose draws have a mean instead of a largest value."""
-SHARED_DRAW_SAMPLERS = (
-    "sync_uniform",
-    "sync_weighted",
-    "override",
-    "poisson_lognormal",
-    "listed",
-)
-"""Samplers with one draw for several slices."""
-FRACTION_SAMPLERS = ("sync_weighted", "independent_weighted", "override")
-"""Samplers that use override_frac."""
+DEFAULT_SLICES = 8
 
 
 class DataConfig(StrictConfig):
@@ -61,7 +57,7 @@ class DataConfig(StrictConfig):
     isolate_documents: bool = True
     """Documents packed into one row do not attend to each other."""
     cache_dir: str = "data"
-    """Folder for prepared corpora."""
+    """Folder for prepared corpora; only with `corpus`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -75,8 +71,7 @@ class DataConfig(StrictConfig):
         for name, value in (("num_chains", self.num_chains), ("chain_length", self.chain_length)):
             if (self.task == "pointer_chain") != (value is not None):
                 raise ValueError(f"{name} goes with task='pointer_chain', which needs it.")
-        if self.task is not None and not self.isolate_documents:
-            raise ValueError(f"isolate_documents has no effect with task='{self.task}'.")
+        check_effects(self, DATA_EFFECTS)
         return self
 
 
@@ -99,9 +94,11 @@ class DepthConfig(StrictConfig):
     mean_loops: LoopCount | None = None
     """Mean of the Poisson rate; only with the two Poisson samplers, which need it."""
     override_frac: Fraction = 0.0
-    """Fraction of slices forced to one loop; the weighted samplers take their marginals from it."""
-    num_depth_slices: Annotated[int, Field(ge=1, le=MAX_SLICES)] = 8
-    """Fixed slices of the global batch; each runs one loop count."""
+    """Fraction of slices forced to one loop, below 1; only with override, and with the weighted
+    samplers, which take their marginals from it and need more than 0."""
+    num_depth_slices: Annotated[int, Field(ge=1, le=MAX_SLICES)] | None = None
+    """Fixed slices of the global batch; each runs one loop count. null for 8 where slices of one
+    step may differ; elsewhere for one slice in each micro-batch."""
     depth_scope: Literal["step", "slice_group"] = "step"
     """step: one majority draw per optimizer step; slice_group: one per `slices_per_draw` slices
     (sync_*, override, poisson_lognormal, listed). The override rotates over all of the step."""
@@ -121,8 +118,14 @@ class DepthConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _options_have_effect(self) -> Self:
+        check_effects(self, DEPTH_EFFECTS)
         _check_depth(self)
         return self
+
+    @property
+    def slices(self) -> int:
+        """`num_depth_slices` written out; it means something only where slices may differ."""
+        return self.num_depth_slices or DEFAULT_SLICES
 
 
 class DistillConfig(StrictConfig):
@@ -209,10 +212,7 @@ class OptimConfig(StrictConfig):
                 f"warmup_frac={self.warmup_frac} and decay_frac={self.decay_frac} add up to more "
                 "than 1; the rise must end before the fall begins."
             )
-        if self.min_lr_frac and not self.decay_frac:
-            raise ValueError(f"min_lr_frac={self.min_lr_frac} has no effect with decay_frac=0.")
-        if self.optimizer == "adamw" and self.momentum != 0.95:
-            raise ValueError(f"momentum={self.momentum} has no effect with optimizer='adamw'.")
+        check_effects(self, OPTIM_EFFECTS)
         return self
 
 
@@ -256,32 +256,42 @@ def _check_depth(depth: DepthConfig) -> None:
         raise ValueError("fixed_loops goes with sampler='fixed', and that sampler needs it.")
     if (sampler == "listed") != (depth.listed_loops is not None):
         raise ValueError("listed_loops goes with sampler='listed', and that sampler needs it.")
-    if sampler == "listed" and depth.curriculum != "none":
-        raise ValueError(f"curriculum='{depth.curriculum}' has no effect with sampler='listed'.")
     if (sampler in POISSON_SAMPLERS) != (depth.mean_loops is not None):
         raise ValueError(
             f"mean_loops goes with the samplers {' and '.join(POISSON_SAMPLERS)}, and they need it."
         )
-    if depth.override_frac and sampler not in FRACTION_SAMPLERS:
+    if depth.override_frac == 1:
         raise ValueError(
-            f"override_frac={depth.override_frac} has no effect with sampler='{sampler}'."
+            f"override_frac=1.0 makes sampler='{sampler}' the same as 'fixed' with fixed_loops=1. "
+            "Give a fraction below 1, or name that sampler."
+        )
+    if sampler.endswith("_weighted") and not depth.override_frac:
+        raise ValueError(
+            f"override_frac=0.0 makes sampler='{sampler}' the same as "
+            f"'{sampler.replace('weighted', 'uniform')}'. Give a fraction above 0, or name that "
+            "sampler."
+        )
+    if sampler in ("independent_uniform", "independent_weighted") and depth.slices == 1:
+        raise ValueError(
+            f"num_depth_slices=1 makes sampler='{sampler}' the same as "
+            f"'{sampler.replace('independent', 'sync')}'. Give more slices, or name that sampler."
         )
     if (depth.depth_scope == "slice_group") != (depth.slices_per_draw is not None):
         raise ValueError("slices_per_draw goes with depth_scope='slice_group', which needs it.")
-    if depth.depth_scope == "slice_group" and sampler not in SHARED_DRAW_SAMPLERS:
+    if depth.slices_per_draw and depth.slices % depth.slices_per_draw:
         raise ValueError(
-            f"depth_scope='slice_group' has no effect with sampler='{sampler}'; it goes "
-            f"with {', '.join(SHARED_DRAW_SAMPLERS)}."
-        )
-    if depth.slices_per_draw and depth.num_depth_slices % depth.slices_per_draw:
-        raise ValueError(
-            f"num_depth_slices={depth.num_depth_slices} is not a multiple of "
+            f"num_depth_slices={depth.slices} is not a multiple of "
             f"slices_per_draw={depth.slices_per_draw}."
         )
     if (depth.curriculum == "none") != (depth.curriculum_frac == 0.0):
         raise ValueError(
             f"curriculum='{depth.curriculum}' with curriculum_frac={depth.curriculum_frac}: a "
             "curriculum needs a positive fraction of the steps, and only a curriculum has one."
+        )
+    if depth.switch_frac == 1:
+        raise ValueError(
+            "switch_frac=1.0 never switches: every step runs one loop, and nothing else of `depth` "
+            "has an effect. Give less than 1, or sampler='fixed' with fixed_loops=1."
         )
     if depth.switch_frac + depth.curriculum_frac > 1:
         raise ValueError(

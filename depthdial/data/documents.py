@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from depthdial.config.text import parse_json
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".parquet")
+"""Files of rows with named fields."""
+SUFFIXES = (".txt", *ROW_SUFFIXES)
 PART_BYTES = 2**20
 """Bytes read in one go, of a text file or of the rows of a parquet file."""
 PARQUET_ROWS = 1024
@@ -111,14 +113,19 @@ def find_files(paths: Sequence[str | Path]) -> InputFiles:
             raise FileNotFoundError(f"no file or folder at {path}")
         if path.is_file() and path.suffix.lower() not in SUFFIXES:
             raise ValueError(f"{path} is not one of {', '.join(SUFFIXES)}. Convert it first.")
-        for name, file in _files_below(path):
+        files = _files_below(path)
+        if len(paths) > 1 and not any(_is_text(name, file) for name, file in files):
+            raise ValueError(
+                f"{path} holds no {', '.join(SUFFIXES)} file, so nothing of it would be read. "
+                "Leave it out."
+            )
+        for name, file in files:
             # A link with a name of its own is a file of its own.
             place = file.parent.resolve() / file.name
             if place in seen:
                 continue
             seen.add(place)
-            hidden = any(part.startswith(".") for part in Path(name).parts[1:])
-            if file.suffix.lower() not in SUFFIXES or hidden:
+            if not _is_text(name, file):
                 unsupported.append(name)
             elif name in supported:
                 raise ValueError(
@@ -170,6 +177,12 @@ def nothing_in(num_documents: int) -> str:
 def is_empty(document: AnyDocument) -> bool:
     """No text, or white space only."""
     return all(not part or part.isspace() for part in document.parts())
+
+
+def _is_text(name: str, file: Path) -> bool:
+    """Whether a file can be read, and is not hidden below the folder that was given."""
+    is_hidden = any(part.startswith(".") for part in Path(name).parts[1:])
+    return file.suffix.lower() in SUFFIXES and not is_hidden
 
 
 def _files_below(path: Path) -> list[tuple[str, Path]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdial.data.documents import (
+    ROW_SUFFIXES,
     SUFFIXES,
     AnyDocument,
     FileDocument,
@@ -116,6 +117,12 @@ def prepare(
     if not 0.0 <= valid_frac < 1.0:
         raise ValueError(f"valid_frac={valid_frac} must be at least 0 and below 1.")
     files = find_files(paths)
+    has_fields = any(path.suffix.lower() in ROW_SUFFIXES for _, path in files.supported)
+    if text_field != "text" and not has_fields:
+        raise ValueError(
+            f"text_field={text_field} has no effect: none of the files is "
+            f"{' or '.join(ROW_SUFFIXES)}, which alone have fields. Leave it out."
+        )
     read: ReadDocuments = partial(read_documents, files.supported, text_field=text_field)
     choose_valid = partial(split_by_hash, valid_frac=valid_frac)
     parts = _cut_single_document(read, valid_frac)

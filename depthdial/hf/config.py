@@ -103,7 +103,7 @@ class DepthdialConfig(PreTrainedConfig):
         return self.looped.d_model
 
     @property
-    def intermediate_size(self) -> int:
+    def intermediate_size(self) -> int | None:
         """Hidden width of the feed-forward MLP."""
         return self.looped.d_ff
 
@@ -113,17 +113,17 @@ class DepthdialConfig(PreTrainedConfig):
         return sum(self.looped.split)
 
     @property
-    def num_attention_heads(self) -> int:
-        """Query heads."""
+    def num_attention_heads(self) -> int | None:
+        """Query heads; None without attention."""
         return self.looped.num_heads
 
     @property
-    def num_key_value_heads(self) -> int:
+    def num_key_value_heads(self) -> int | None:
         """Key and value heads."""
         return self.looped.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
+    def head_dim(self) -> int | None:
         """Channels per head."""
         return self.looped.head_dim
 

@@ -272,7 +272,7 @@ def _views(
 def _rotary(
     positions_BT: Tensor, config: ModelConfig, reach: Reach, *, dtype: torch.dtype
 ) -> RotaryTable | None:
-    if config.positions != "rotary":
+    if config.positions != "rotary" or config.head_dim is None:
         return None
     return rotary_table(
         positions_BT,

@@ -128,11 +128,7 @@ def recipe_of(arm: Arm, task: Task, start: Path, *, name: str, seed: int, steps:
         {
             "name": name,
             "data": task.data,
-            "depth": {
-                "sampler": "listed",
-                "listed_loops": list(arm.loops),
-                "num_depth_slices": 1,
-            },
+            "depth": {"sampler": "listed", "listed_loops": list(arm.loops)},
             "optim": {
                 "optimizer": "adamw",
                 "lr": 1e-3,

@@ -27,13 +27,14 @@ from typing import Literal, Self
 import numpy as np
 
 from depthdial.config import DepthConfig, SamplerName
-from depthdial.config.training import (
+from depthdial.config.effects import (
     FRACTION_SAMPLERS,
+    INDEPENDENT_SAMPLERS,
     POISSON_SAMPLERS,
     SHARED_DRAW_SAMPLERS,
+    whole_steps,
 )
 
-INDEPENDENT_SAMPLERS = ("independent_uniform", "independent_weighted", "poisson_truncated")
 WEIGHTED_SAMPLERS = ("sync_weighted", "independent_weighted")
 Curriculum = Literal["none", "linear", "one_minus_sqrt"]
 PoissonSampler = Literal["poisson_lognormal", "poisson_truncated"]
@@ -90,13 +91,13 @@ class DepthSchedule:
             listed_loops=config.listed_loops,
             override_frac=config.override_frac,
             seed=seed,
-            switch_step=int(_decimal(config.switch_frac) * total_steps),
+            switch_step=whole_steps(config.switch_frac, total_steps),
             depth_scope=config.depth_scope,
             slices_per_draw=config.slices_per_draw,
             mean_loops=config.mean_loops,
             backprop_loops=config.backprop_loops,
             curriculum=config.curriculum,
-            curriculum_steps=int(_decimal(config.curriculum_frac) * total_steps),
+            curriculum_steps=whole_steps(config.curriculum_frac, total_steps),
         )
 
     def __post_init__(self) -> None:

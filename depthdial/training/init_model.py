@@ -19,6 +19,7 @@ from depthdial.config import (
     TimeModulationConfig,
     named_rule,
 )
+from depthdial.config.effects import possible_draws
 from depthdial.disk import hash_file
 from depthdial.model.checkpoint import (
     CONFIG_FILE,
@@ -29,7 +30,9 @@ from depthdial.model.checkpoint import (
 )
 from depthdial.model.folder import companions
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.training.patterns import check_patterns, freeze_parameters
+from depthdial.model.sublayer import placed_layers
+from depthdial.training.optim import check_optim_effects
+from depthdial.training.patterns import check_patterns, freeze_parameters, matches_any
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
@@ -47,9 +50,20 @@ def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
     Raises: as `load_init` and `check_patterns`.
     """
     config, settings = recipe.model, recipe.train
-    check_recipe_patterns(recipe)
+    check_optim_options(recipe)
     if settings.init is not None:
         model = load_init(settings.init, config)
+        has_modulation = model.config.modulation is not None
+        if (
+            starts_late
+            and has_modulation
+            and max(possible_draws(recipe.depth, config.max_loops)) == 1
+        ):
+            raise ValueError(
+                f"depth.switch_frac={recipe.depth.switch_frac} has no effect: every row runs one "
+                f"loop from the start, and {settings.init} has its modulation already. Leave it "
+                "at 0.0."
+            )
     else:
         config = config.replace(modulation=None) if starts_late else config
         model = LoopedLM(config.with_trained(()), seed=settings.seed)
@@ -57,14 +71,18 @@ def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
     return model.to(settings.device)
 
 
-def check_recipe_patterns(recipe: Recipe) -> None:
-    """Every pattern of the recipe has an effect on its model, a grafted modulation included.
+def check_optim_options(recipe: Recipe) -> None:
+    """Every pattern and every option of the optimizer has an effect on the recipe's model, a
+    grafted modulation included.
 
-    Raises: as `check_patterns`.
+    Raises: as `check_patterns` and `check_optim_effects`.
     """
     with torch.device("meta"):
-        names = [name for name, _ in LoopedLM(recipe.model).named_parameters()]
-    check_patterns(recipe.optim, names)
+        parameters = dict(LoopedLM(recipe.model).named_parameters())
+    check_patterns(recipe.optim, parameters.keys())
+    freeze = recipe.optim.freeze
+    trained = {name: p for name, p in parameters.items() if not matches_any(name, freeze)}
+    check_optim_effects(recipe.optim, trained, placed_layers(recipe.model))
 
 
 def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:

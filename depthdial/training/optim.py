@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from fractions import Fraction
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from depthdial.config import OptimConfig, nearest_name
+from depthdial.config.effects import Idle, check_effects, whole_steps
 from depthdial.layers.layer_type import OptimizerGroup
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.sublayer import Placed, placed_layers, split_mixer_name
@@ -99,6 +100,57 @@ def group_parameters(model: LoopedLM) -> dict[OptimizerGroup, dict[str, nn.Param
             )
         groups[group][first_name] = parameter
     return groups
+
+
+def check_optim_effects(
+    config: OptimConfig, parameters: Mapping[str, Tensor], placed: Placed
+) -> None:
+    """Every option of the optimizer has an effect on the parameters that are trained.
+
+    Args: parameters: those that are trained, by name, modules that are grafted later included;
+        placed: the layers of the model.
+    Raises: ValueError for an option that no parameter takes.
+    """
+    groups = {name: parameter_group(name, p, placed) for name, p in parameters.items()}
+    is_muon = config.optimizer == "muon"
+    by_muon = {name for name, group in groups.items() if is_muon and group == "matrices"}
+    shared = {name: group for name, group in groups.items() if lr_pattern(name, config) is None}
+    takes_lr = {name for name, group in shared.items() if _takes_lr(group, config)}
+    if not takes_lr:
+        what = "optim.lr_by_pattern" + (" or optim.adamw_lr" if config.adamw_lr else "")
+        raise ValueError(
+            f"optim.lr={config.lr} has no effect: every trained parameter has its rate from "
+            f"{what}. Leave one of these out and set optim.lr to its rate."
+        )
+    table = (
+        Idle(
+            ("adamw_lr",),
+            lambda c: len(takes_lr) == len(shared),
+            "because no trained parameter takes it: block matrices have lr, others have rates of "
+            "their own",
+        ),
+        Idle(
+            ("momentum",),
+            lambda c: not by_muon,
+            "because no block matrix is trained, and Muon trains nothing else",
+        ),
+        Idle(
+            ("betas", "eps"),
+            lambda c: by_muon == set(groups),
+            "because only block matrices are trained, and Muon trains them",
+        ),
+        Idle(
+            ("weight_decay",),
+            lambda c: c.weight_decay > 0 and set(groups.values()) == {"undecayed"},
+            "because no trained parameter has weight decay",
+        ),
+    )
+    check_effects(config, table, prefix="optim.")
+
+
+def _takes_lr(group: OptimizerGroup, config: OptimConfig) -> bool:
+    """Whether parameters of a group without a pattern have the rate `lr`."""
+    return group == "matrices" or config.adamw_lr is None
 
 
 class Optimizers:
@@ -259,7 +311,8 @@ class Optimizers:
         peak_lr = config.lr
         if pattern is not None:
             peak_lr = config.lr_by_pattern[pattern]
-        elif group != "matrices" and config.adamw_lr is not None:
+        elif not _takes_lr(group, config):
+            assert config.adamw_lr is not None, "the rate of what does not take lr"
             peak_lr = config.adamw_lr
         return {
             "params": parameters,
@@ -288,9 +341,8 @@ def lr_scale_at(config: OptimConfig, *, step: int, total_steps: int) -> float:
     """
     if not 0 <= step < total_steps:
         raise ValueError(f"step={step} must lie in 0..{total_steps - 1}.")
-    # As the decimals that were typed: in binary, 0.29 * 100 falls short of 29.
-    warmup, decay = Fraction(str(config.warmup_frac)), Fraction(str(config.decay_frac))
-    warmup_steps, decay_steps = int(warmup * total_steps), int(decay * total_steps)
+    warmup_steps = whole_steps(config.warmup_frac, total_steps)
+    decay_steps = whole_steps(config.decay_frac, total_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     steps_left = total_steps - 1 - step

@@ -30,6 +30,12 @@ def check_patterns(config: OptimConfig, names: Collection[str]) -> None:
                     f"optim.{key}: '{pattern}' matches none of the {len(names)} parameters."
                     f"{_hint(pattern, names)}"
                 )
+            others = [other for other in patterns if other != pattern]
+            if key == "freeze" and all(matches_any(name, others) for name in matched):
+                raise ValueError(
+                    f"optim.freeze: '{pattern}' has no effect: other patterns freeze all that it "
+                    "matches. Remove it."
+                )
             if key == "lr_by_pattern" and matched <= frozen:
                 raise ValueError(
                     f"optim.lr_by_pattern: '{pattern}' matches frozen parameters only, so its "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from depthdial.config import ModulationConfig, Recipe
+from depthdial.config.effects import slices_differ, whole_steps
 from depthdial.data.packing import DataState, iterate_batches
 from depthdial.model.device import check_device
 from depthdial.training.cost import step_flops
@@ -34,7 +35,6 @@ from depthdial.training.step import (
     LossModule,
     StepPlan,
     StepResult,
-    mixes_depths,
     plan_step,
     train_step,
 )
@@ -89,7 +89,24 @@ def train(
         )
         # Whatever stops the run from here on, there is something to resume from.
         save_checkpoint(session)
-        return _run(session, observer or SilentObserver())
+        observer = observer or SilentObserver()
+        _notice_short_ramps(recipe, observer)
+        return _run(session, observer)
+
+
+def _notice_short_ramps(recipe: Recipe, observer: TrainObserver) -> None:
+    """Say where a rise or fall of the learning rate that the recipe names is too short to be one.
+
+    No refusal: a recipe must be usable for a few steps.
+    """
+    steps = recipe.train.steps
+    for key, shortest, what in (("warmup_frac", 2, "rise"), ("decay_frac", 1, "fall")):
+        value, default = getattr(recipe.optim, key), type(recipe.optim).model_fields[key].default
+        if value not in (0, default) and whole_steps(value, steps) < shortest:
+            observer.notice(
+                f"optim.{key}={value:g} of {steps} steps is too short: the learning rate has no "
+                f"{what}."
+            )
 
 
 def resume(
@@ -127,8 +144,8 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
     recipe, run, optimizers = session.recipe, session.run, session.optimizers
     settings = recipe.train
     schedule = depth_schedule(recipe)
-    num_slices = recipe.depth.num_depth_slices
-    is_mixed = mixes_depths(recipe.depth, max_loops=recipe.model.max_loops)
+    num_slices = recipe.num_slices
+    is_mixed = slices_differ(recipe.depth, recipe.model.max_loops)
     loss_module = LossModule(session.model, teacher=session.teacher)
     if settings.compile:
         compile_blocks(loss_module)

@@ -27,7 +27,7 @@ from depthdial.training.init_model import (
     OPTIMIZER_FILE,
     STATE_FILE,
     check_facts,
-    check_recipe_patterns,
+    check_optim_options,
 )
 from depthdial.training.optim import Optimizers
 from depthdial.training.patterns import freeze_parameters
@@ -128,7 +128,7 @@ def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
             f"'{next(iter(overrides))}' would change nothing. Start a new run from its model with "
             "train.init."
         )
-    check_recipe_patterns(recipe)
+    check_optim_options(recipe)
     check_device(recipe.train.device)
     provenance = run.read_provenance()
     init = recipe.train.init

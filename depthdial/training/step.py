@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from depthdial.cache.loop_counts import NumLoops
-from depthdial.config import DepthConfig, TimeModulationConfig
+from depthdial.config import TimeModulationConfig
 from depthdial.config.recipe import DistillConfig, ObjectiveConfig
 from depthdial.data.packing import Batch, beside, pick_rows, take_rows
 from depthdial.model.call import Blocks, Call
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.depth_schedule import (
-    INDEPENDENT_SAMPLERS,
     DepthSchedule,
     draw_idx,
     loops_for_step,
@@ -113,15 +112,6 @@ def plan_step(
     )
     lengths = [len(path) for path in paths]
     return StepPlan(loops, without_grad(loops), paths, without_grad(lengths), is_mixed)
-
-
-def mixes_depths(config: DepthConfig, *, max_loops: int) -> bool:
-    """Whether slices of one step may run different loop counts."""
-    if max_loops == 1:
-        return False
-    is_split_override = config.sampler == "override" and config.override_frac > 0
-    is_split_draw = config.depth_scope == "slice_group"
-    return config.sampler in INDEPENDENT_SAMPLERS or is_split_override or is_split_draw
 
 
 class ShortRows(NamedTuple):

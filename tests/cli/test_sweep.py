@@ -95,6 +95,30 @@ class TestSweep:
         assert code == 0
         assert "no intervals: they need at least 2 documents" in out
 
+    def test_f18_a_prepared_folder_beside_files_is_refused(
+        self, cli: Command, tiny_run: Path, tiny_folder: Path
+    ) -> None:
+        """Its text was dropped without a word."""
+        file = tiny_folder / "texts" / "1.txt"
+        for order in ((tiny_folder / "data", file), (file, tiny_folder / "data")):
+            outcome = cli("sweep", tiny_run, "--data", *order, "--no-timing")
+            assert outcome.code == 1
+            assert f"{tiny_folder / 'data'} is a folder written by `depthdial prepare`" in (
+                outcome.err
+            )
+
+    def test_f18_files_that_cannot_be_measured_are_named(
+        self, cli: Command, tiny_run: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "a.txt").write_text("The ship sailed past the island. " * 9, encoding="utf-8")
+        (tmp_path / "b.pdf").write_bytes(b"x")
+        outcome = cli("sweep", tiny_run, "--data", tmp_path, "--no-timing")
+        assert outcome.code == 0 and "skipped 1 files that are not .txt" in outcome.err
+        assert "b.pdf" in outcome.err
+        (tmp_path / "empty").mkdir()
+        outcome = cli("sweep", tiny_run, "--data", tmp_path / "a.txt", tmp_path / "empty")
+        assert outcome.code == 1 and "nothing of it would be read" in outcome.err
+
     @pytest.mark.parametrize(("loops", "exit_code"), [("0", 1), ("1,x", 2), ("1.5", 2)])
     def test_a_loop_count_below_one_or_not_whole_is_refused(
         self, cli: Command, tiny_run: Path, loops: str, exit_code: int

@@ -112,3 +112,58 @@ def test_f32_a_momentum_that_lets_no_gradient_in_is_refused_with_the_config(
 def test_f32_a_momentum_just_below_one_is_taken() -> None:
     recipe = load_recipe("tiny-text", {"optim.betas": [0, 0.9999], "optim.momentum": 0.9999})
     assert recipe.optim.betas == (0, 0.9999)
+
+
+# ---- plain scalars
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10", 10), ("-3", -3), ("+5", 5), ("0", 0), ("0.5", 0.5), (".5", 0.5), ("5.", 5.0),
+        ("1e-3", 1e-3), ("1.5E+2", 150.0), ("-0.0", 0.0), ("true", True), ("False", False),
+        ("null", None), ("~", None), ("", None),
+    ],
+)  # fmt: skip
+def test_f19_plain_decimal_numbers_are_numbers(text: str, value: object) -> None:
+    found = load_yaml(f"a: {text}")["a"]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["010", "-010", "0o10", "0x10", "0b11", "1_000", "1:30", "1:30.5", "00.5", "1e", "0x", "10h",
+     "yes", "no", "on", "off", "y", "\u0663"],
+)  # fmt: skip
+def test_f19_what_yaml_1_1_takes_for_another_number_is_text(text: str) -> None:
+    """010 was read as 8, and 1:30 as 90."""
+    assert load_yaml(f"a: {text}") == {"a": text}
+    assert load_yaml(f"[{text}]") == [text]
+
+
+@pytest.mark.parametrize("text", ["010", "1:30", "0x10", "1_000"])
+def test_f19_a_number_field_refuses_it_in_files_and_flags(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    shipped = load_recipe("tiny-text", {}).to_dict()
+    shipped["train"].pop("steps")
+    lines = yaml.safe_dump(shipped, sort_keys=False)
+    path.write_text(lines.replace("train:\n", f"train:\n  steps: {text}\n"), encoding="utf-8")
+    match = rf"train.steps='{text}': .*valid integer. Write it in plain decimal digits"
+    with pytest.raises(ValueError, match=match):
+        Recipe.from_file(path)
+    with pytest.raises(ValueError, match=match):
+        load_recipe("tiny-text", {"train.steps": load_yaml(text)})
+
+
+def test_f19_a_tag_does_not_smuggle_another_number_in() -> None:
+    assert load_yaml("a: !!int 10") == {"a": 10}
+    for text in ("!!int 010", "!!int 1:30", "!!float 1_0.5", "!!int 0x1"):
+        with pytest.raises(yaml.YAMLError, match="is no plain decimal number"):
+            load_yaml(f"a: {text}")
+
+
+@pytest.mark.parametrize("flags", [("--context", "010"), ("--margin", "1_0"), ("--context", "0x9"),
+                                   ("--num-loops", "1,02"), ("--context", "\u0663")])  # fmt: skip
+def test_f19_flags_take_plain_decimal_numbers_alone(flags: tuple[str, str], cli, tiny_run) -> None:
+    done = cli("sweep", tiny_run, "--baseline", tiny_run, *flags)
+    assert done.code == 2 and flags[0] in done.err and flags[1].split(",")[-1] in done.err

@@ -207,6 +207,20 @@ def test_unsupported_files_are_reported(books, tmp_path):
     assert "skipped 1 files that are not .txt, .jsonl, .parquet: books/cover.png" in str(report)
 
 
+def test_f18_a_field_name_without_a_file_of_rows_is_refused(books, tmp_path):
+    with pytest.raises(ValueError, match="text_field=body has no effect: none of the files is"):
+        prepare([books], tmp_path / "out", text_field="body")
+    (books / "rows.jsonl").write_text('{"body": "some text"}\n', encoding="utf-8")
+    assert prepare([books], tmp_path / "out", text_field="body").documents["train"]
+
+
+def test_f18_a_folder_of_which_nothing_is_read_is_refused_beside_others(books, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"x")
+    with pytest.raises(ValueError, match="pictures holds no .txt, .*nothing of it would be read"):
+        prepare([books, tmp_path / "pictures"], tmp_path / "out")
+
+
 def test_existing_folder_is_refused_and_untouched(books, tmp_path):
     prepare([books], tmp_path / "out", vocab_size=270)
     before = contents(tmp_path / "out")

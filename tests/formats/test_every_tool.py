@@ -69,7 +69,7 @@ def test_an_imported_looped_model_learns_chains_and_every_tool_works_on_the_run(
     recipe = {
         "name": "chains",
         "data": {"task": "pointer_chain", "num_chains": 2, "chain_length": 3, "context": 42},
-        "depth": {"sampler": "listed", "listed_loops": [1, 2, 4], "num_depth_slices": 2},
+        "depth": {"sampler": "listed", "listed_loops": [1, 2, 4]},
         "train": {"steps": 2, "batch_size": 4, "val_rows": 2, "precision": "fp32"},
     }
     (tmp_path / "chains.yaml").write_text(yaml.safe_dump(recipe))

@@ -180,7 +180,7 @@ def test_b15_the_command_line_knows_what_was_trained_before_and_after_healing(cl
     recipe = tmp_path / "heal.yaml"
     recipe.write_text(
         "name: heal\n"
-        "depth: {sampler: listed, listed_loops: [2, 4], num_depth_slices: 1}\n"
+        "depth: {sampler: listed, listed_loops: [2, 4]}\n"
         f"data: {{path: {tmp_path / 'data'}, context: 16}}\n"
         "optim: {lr: 0.01}\n"
         "train: {steps: 2, batch_size: 2, val_every: 2, val_rows: 2, precision: fp32}\n"

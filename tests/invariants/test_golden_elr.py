@@ -57,8 +57,8 @@ class Toy:
             gamma=nn.Parameter(vectors["w.gate.gamma"]),
         )
         config = ModelConfig(
-            vocab_size=1, d_model=12, layout="F", split=(0, 2, 1), num_heads=1, num_kv_heads=1,
-            head_dim=2, d_ff=1, max_context=1, max_loops=K, loop=LoopConfig(injection="add"),
+            vocab_size=1, d_model=12, layout="F", split=(0, 2, 1), d_ff=1, max_context=1,
+            max_loops=K, loop=LoopConfig(injection="add"),
             modulation=ModulationConfig(d_cond=6, rank=4, embed_dim=2),
         )  # fmt: skip
         self.modulation = ELRModulation(config, config.modulation).double()

@@ -20,7 +20,7 @@ COST_TABLE = json.loads(
 def with_attention_layers() -> ModelConfig:
     """Six attention layers, the middle three looped."""
     shape = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
-    return small(layout="A", split=(2, 3, 1), **shape)
+    return small(layout="A", split=(2, 3, 1), d_ff=None, **shape)
 
 
 def test_b01_slot_counts_are_loops_of_the_core_plus_prelude_and_coda():
@@ -81,12 +81,17 @@ def test_a_policy_that_does_not_go_with_the_model_is_not_planned():
 
 
 def test_sublayers_without_attention_need_no_slots():
-    assert cache_slots(small(layout="F", split=(1, 2, 1)), 3, policy="per_loop") == 0
+    heads = dict.fromkeys(("num_heads", "num_kv_heads", "head_dim"))
+    config = small(layout="F", split=(1, 2, 1), **heads)
+    assert cache_slots(config, 3, policy="per_loop") == 0
+    assert cache_bytes(config, 3, policy="per_loop", context=8, bytes_per_value=2) == 0
 
 
 def test_b50_cache_of_22_looped_layers_at_256k_tokens():
     """The planner of B50 sized the cache by physical layers and ran out of memory."""
-    config = small(layout="A", split=(0, 22, 0), num_heads=8, num_kv_heads=8, head_dim=128)
+    config = small(
+        layout="A", split=(0, 22, 0), num_heads=8, num_kv_heads=8, head_dim=128, d_ff=None
+    )
     asked = {"context": 262_144, "bytes_per_value": 2}
     assert cache_bytes(config, 2, policy="per_loop", **asked) == 47_244_640_256
     assert cache_bytes(config, 2, policy="last_step", **asked) == 23_622_320_128

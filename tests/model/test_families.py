@@ -369,7 +369,7 @@ def test_rows_that_are_sent_away_leave_the_others_unchanged():
         ("unit lengths, windows, output gate", {"attention_bias": "qk"}, "attention_bias='qk' has"),
         ("unit lengths, windows, output gate", {"loop.local_window": 3}, "local_window=3 has no"),
         ("unit lengths, windows, output gate", {"value_embeddings": (0,)}, "value_embeddings"),
-        ("unit lengths, windows, output gate", {"norm_gain": False}, "norm_gain=False has no"),
+        ("unit lengths, windows, output gate", {"norm_gain": False}, "norm_gain=false has no"),
         ("plain", {"loop.gate_bypass": "first_only"}, "there is no gate"),
         ("plain", {"loop.initial_state": "zero"}, "cuts the loops off from the tokens"),
         ("plain", {"layout": "A", "core_d_ff": 8}, "core_d_ff=8 has no effect"),

@@ -65,7 +65,9 @@ def test_any_split_cached_equals_uncached(split):
 
 @pytest.mark.parametrize("layout", ["AF", "A", "F", "AFF"])
 def test_any_layout_of_known_letters_runs(layout):
-    model = model_of(layout=layout, split=(2, 2, 2))
+    unread = ["d_ff"] if "F" not in layout else []
+    unread += ["num_heads", "num_kv_heads", "head_dim"] if "A" not in layout else []
+    model = model_of(layout=layout, split=(2, 2, 2), **dict.fromkeys(unread))
     letters = "".join("A" if sublayer.takes_slot else "F" for sublayer in model.core_stack)
     assert letters == model.config.core_layout
     assert model(tokens(), num_loops=2).shape == (2, 7, VOCAB)

@@ -23,7 +23,7 @@ from depthdial.studies.report_run import report_run, section_of
 from depthdial.studies.samples import text_samples
 from depthdial.training.pretrain import train
 
-FIXED = DepthConfig(sampler="fixed", fixed_loops=1, num_depth_slices=2)
+FIXED = DepthConfig(sampler="fixed", fixed_loops=1)
 
 
 def tiny_recipe(
@@ -37,7 +37,7 @@ def tiny_recipe(
             head_dim=8, d_ff=16, max_context=max_context, num_loops=loops, max_loops=loops,
         ).replace(**{"loop.update": "adaptive_delta" if looped else "replace"}),
         data=data,
-        depth=DepthConfig(num_depth_slices=2) if looped else FIXED,
+        depth=DepthConfig() if looped else FIXED,
         optim=OptimConfig(),
         train=TrainConfig(steps=4, batch_size=4, val_every=2, val_rows=4, precision="fp32"),
     )  # fmt: skip
@@ -367,9 +367,9 @@ def test_a_run_without_checkpoint_says_so(tmp_path):
 def schedule_of(steps=80, max_loops=4, objective=None, **depth):
     recipe = tiny_recipe("r", DataConfig(task="pointer_program", context=16), 32, looped=True)
     recipe = recipe.replace(**{"model.max_loops": max_loops, "train.steps": steps})
-    return recipe.replace(
-        depth={"num_depth_slices": 2} | depth, objective={"trajectory": objective}
-    )
+    if depth["sampler"] == "poisson_truncated":
+        depth["num_depth_slices"] = 2
+    return recipe.replace(depth=depth, objective={"trajectory": objective})
 
 
 @pytest.mark.parametrize(
@@ -377,8 +377,8 @@ def schedule_of(steps=80, max_loops=4, objective=None, **depth):
     [
         ({"sampler": "fixed", "fixed_loops": 2}, (2,)),
         ({"sampler": "fixed", "fixed_loops": 2, "switch_frac": 0.5}, (1, 2)),
-        ({"sampler": "override", "override_frac": 1.0}, (1,)),
-        ({"sampler": "sync_uniform", "switch_frac": 1.0}, (1,)),
+        ({"sampler": "fixed", "fixed_loops": 1}, (1,)),
+        ({"sampler": "listed", "listed_loops": [1]}, (1,)),
         ({"sampler": "listed", "listed_loops": [2, 2, 4]}, (2, 4)),
         # The rise comes to four loops in the last step.
         ({"sampler": "fixed", "fixed_loops": 4, "curriculum": "linear", "curriculum_frac": 1.0},

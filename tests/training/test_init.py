@@ -37,7 +37,7 @@ MEASURED_ON_THE_BASE = ("README.md", "sweep.json", "equality.json", "window.json
 ELR = ModulationConfig(d_cond=8, rank=2, embed_dim=8)
 SETTINGS = {
     "name": "healed",
-    "depth": {"num_depth_slices": 4, "override_frac": 0.25},
+    "depth": {"sampler": "override", "num_depth_slices": 4, "override_frac": 0.25},
     "optim": {"lr": 1e-2, "optimizer": "adamw"},
     "train": {
         "steps": 6, "batch_size": 8, "val_every": 3, "val_rows": 8, "checkpoint_every": 2,
@@ -229,8 +229,7 @@ def test_a_graft_on_later_passes_leaves_one_loop_bit_identical(recipe, base, tmp
     """The base frozen, additions on passes >= 2 only: k = 1 is the model it started from."""
     changes = {
         "optim.freeze": ["embedding.*", "*_stack.*", "final_norm.*"],
-        "depth.sampler": "sync_uniform",
-        "depth.override_frac": 0.0,
+        "depth": {"sampler": "sync_uniform"},
     }
     run = train(recipe(**changes), root=tmp_path).path
     tokens = torch.arange(40).reshape(2, 20)
@@ -364,11 +363,11 @@ def test_a_named_corpus_is_prepared_with_the_tokenizer_of_the_folder(recipe, tok
     [
         ({"data.path": None, "data.corpus": "stdlib", "data.tokenizer_vocab": 300}, "no effect"),
         ({"train.init": None, "objective": {"distill": {"weight": 1.0}}}, "needs a teacher"),
-        ({"depth.backprop_loops": 3}, "no row runs more than 3 loops"),
+        ({"depth.backprop_loops": 3}, "no row runs more loops"),
         ({"objective": {"trajectory": {}}, "depth": {"sampler": "fixed", "fixed_loops": 1}},
          "every row runs one loop"),
-        ({"model.max_loops": 1, "depth.override_frac": 0.0, "depth.backprop_loops": 1},
-         "no effect with model.max_loops=1"),
+        ({"depth": {"sampler": "fixed", "fixed_loops": 1, "backprop_loops": 1}},
+         "no row runs more loops"),
         ({"objective": {"trajectory": {"short_weight": 0.0, "consistency_weight": 0.0}}},
          "has no effect"),
         ({"depth": {"sampler": "poisson_lognormal", "mean_loops": 9}}, "exceeds model.max_loops"),

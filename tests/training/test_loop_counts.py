@@ -24,7 +24,7 @@ def pointer_recipe(**changes) -> Recipe:
             d_ff=16, max_context=32, num_loops=2, max_loops=5,
         ),
         data=DataConfig(task="pointer_program", context=16),
-        depth=DepthConfig(sampler="listed", listed_loops=(2, 3, 5), num_depth_slices=1),
+        depth=DepthConfig(sampler="listed", listed_loops=(2, 3, 5)),
         optim=OptimConfig(),
         train=TRAINING,
     )  # fmt: skip

@@ -41,7 +41,9 @@ def pointer_recipe(**changes) -> Recipe:
             modulation=ModulationConfig(d_cond=8, rank=2, embed_dim=8),
         ),
         data=DataConfig(task="pointer_program", context=16),
-        depth=DepthConfig(override_frac=0.25, num_depth_slices=4, switch_frac=0.5),
+        depth=DepthConfig(
+            sampler="override", override_frac=0.25, num_depth_slices=4, switch_frac=0.5
+        ),
         optim=OptimConfig(lr=1e-2),
         train=TrainConfig(
             steps=6, batch_size=8, val_every=3, val_rows=16, checkpoint_every=2, precision="fp32"
@@ -116,7 +118,7 @@ def test_the_switch_grafts_once_and_keeps_weights_moments_and_schedule(tmp_path)
     observer = Recorder()
     late = train(pointer_recipe(), root=tmp_path / "late", observer=observer)
     plain = train(
-        pointer_recipe(**{"model.modulation": None, "depth.switch_frac": 1.0}),
+        pointer_recipe(**{"model.modulation": None, "depth.switch_frac": 0.9}),
         root=tmp_path / "plain",
     )
     grafts = [n for n in observer.notices if "grafted" in n]

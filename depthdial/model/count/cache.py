@@ -68,7 +68,7 @@ def cache_bytes(
     require_count("bytes_per_value", bytes_per_value)
     require_count("batch_size", batch_size)
     slots = cache_slots(config, num_loops, policy=policy, phase=phase)
-    values_per_token = 2 * config.num_kv_heads * config.head_dim
+    values_per_token = 2 * config.key_width
     return slots * values_per_token * context * batch_size * bytes_per_value
 
 
