@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
@@ -68,6 +69,16 @@ class StrictConfig(BaseModel):
     def to_json(self) -> str:
         """Stable text: two-space indent, fields in declaration order."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def differences(self, other: Self) -> Iterator[tuple[str, Any, Any]]:
+        """Dotted key, own value and the other's value of everything that differs."""
+        for name in type(self).model_fields:
+            own, others = getattr(self, name), getattr(other, name)
+            if isinstance(own, StrictConfig) and type(own) is type(others):
+                for key, value, others_value in own.differences(others):
+                    yield f"{name}.{key}", value, others_value
+            elif own != others:
+                yield name, own, others
 
     def replace(self, **changes: Any) -> Self:
         """Copy with some fields changed, validated again. Dotted keys reach nested configs."""

@@ -138,7 +138,10 @@ def prepare_corpus(
 
 def _check_prepared(folder: Path, origin: dict[str, Any]) -> None:
     for split in SPLITS:
-        found = TokenShards.open(folder, split).meta["origin"]
+        try:
+            found = TokenShards.open(folder, split).meta["origin"]
+        except ValueError as error:
+            raise ValueError(f"{error} It is made again if you remove {folder}.") from error
         if found != origin:
             raise ValueError(
                 f"{folder} holds {found}, expected {origin}. Remove it or use another cache folder."

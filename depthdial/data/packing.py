@@ -171,13 +171,16 @@ class PackedText:
         self.vocab_size = shards.vocab_size
         self.epoch_tokens = shards.num_tokens
         self.opening_id = opening_id
-        self.fingerprint = shards.fingerprint
-        if opening_id != shards.eos_id:
-            # The same files with another opening are other rows.
-            opened = f"{shards.fingerprint} opened by {opening_id}"
-            self.fingerprint = hashlib.sha256(opened.encode()).hexdigest()
         self._file_starts = np.cumsum(shards.lengths) - shards.lengths
         self._orders: dict[int, _EpochOrder] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the split, all of which is read, and what opens its documents."""
+        if self.opening_id == self.shards.eos_id:
+            return self.shards.fingerprint
+        opened = f"{self.shards.fingerprint} opened by {self.opening_id}"
+        return hashlib.sha256(opened.encode()).hexdigest()
 
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Rows first_row .. first_row + num_rows - 1; padding_mask_BT is None.

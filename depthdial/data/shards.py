@@ -3,7 +3,8 @@
 A folder holds tokenizer.json, meta.json (written last) and per split `S`:
 `S.bin` (all documents end to end, each closed by the end-of-text token),
 `S.index.npy` ([documents, 2] int64: tokens, UTF-8 bytes) and `S.names.json`. meta.json keeps the
-SHA-256 of each `S.bin`, so that a run can tell whether its data are still the same.
+SHA-256 of each file: index and names are checked whenever a split is opened, the token file, which
+may be large, where its contents are trained on.
 Reading text is in `text.py`, cutting rows for training in `packing.py`.
 """
 
@@ -14,16 +15,17 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from depthdial.config.text import parse_json
-from depthdial.disk import write_synced
+from depthdial.disk import hash_file, write_synced
 
 FORMAT = "depthdial-shards"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SPLITS = ("train", "valid")
 META_FILE = "meta.json"
 
@@ -85,13 +87,12 @@ class TokenShards:
         dtype = np.dtype(meta["dtype"])
         bin_path = directory / f"{split}.bin"
         _check_size(bin_path, counts["tokens"] * dtype.itemsize)
-        index = _read_index(directory / f"{split}.index.npy", counts)
+        for suffix in ("index.npy", "names.json"):
+            path = _existing(directory / f"{split}.{suffix}")
+            if hash_file(path) != counts["sha256"][suffix]:
+                raise ValueError(_not_the_file(path))
+        index = np.load(directory / f"{split}.index.npy", allow_pickle=False)
         names = _read_json(directory / f"{split}.names.json")
-        if len(names) != counts["documents"]:
-            raise ValueError(
-                f"{directory}: {split}.names.json has {len(names)} names, {META_FILE} promises "
-                f"{counts['documents']}. Prepare the folder again."
-            )
         return cls(
             directory=directory,
             split=split,
@@ -114,10 +115,22 @@ class TokenShards:
         """Documents of the split."""
         return len(self.names)
 
+    @cached_property
+    def tokens_sha256(self) -> str:
+        """SHA-256 of the token file, read from its first to its last byte."""
+        return hashlib.sha256(np.ascontiguousarray(self.tokens)).hexdigest()
+
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the split's token ids, as written."""
-        return self.meta["splits"][self.split]["sha256"]
+        """SHA-256 of everything that rows are cut from, as it is now: token ids and lengths."""
+        lengths = hashlib.sha256(np.ascontiguousarray(self.lengths)).hexdigest()
+        parts = f"{self.tokens.dtype.str} {self.tokens_sha256} {lengths}"
+        return hashlib.sha256(parts.encode()).hexdigest()
+
+    def check_tokens(self) -> None:
+        """Raise ValueError if the token file is not the one that was prepared. Reads all of it."""
+        if self.tokens_sha256 != self.meta["splits"][self.split]["sha256"]["bin"]:
+            raise ValueError(_not_the_file(self.directory / f"{self.split}.bin"))
 
     def check_ids(self, tokens: np.ndarray) -> None:
         """Raise ValueError if ids read from the file lie outside the vocabulary."""
@@ -170,7 +183,7 @@ class SplitWriter:
         self._digest.update(content)
         return len(tokens_T)
 
-    def finish(self) -> dict[str, int | str]:
+    def finish(self) -> dict[str, Any]:
         """Write the index and names, flush all to disk; returns the facts for meta.json."""
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -183,8 +196,11 @@ class SplitWriter:
         names = json.dumps(self._names)
         write_synced(self._directory / f"{self._split}.names.json", names)
         tokens, num_bytes = (int(total) for total in index.sum(axis=0))
-        digest = self._digest.hexdigest()
-        return {"documents": len(index), "tokens": tokens, "bytes": num_bytes, "sha256": digest}
+        digests = {"bin": self._digest.hexdigest()} | {
+            suffix: hash_file(self._directory / f"{self._split}.{suffix}")
+            for suffix in ("index.npy", "names.json")
+        }
+        return {"documents": len(index), "tokens": tokens, "bytes": num_bytes, "sha256": digests}
 
     def close(self) -> None:
         """Close the token file; harmless when closed already."""
@@ -245,17 +261,8 @@ def _check_size(path: Path, expected_bytes: int) -> None:
         )
 
 
-def _read_index(path: Path, counts: dict[str, int]) -> np.ndarray:
-    """Index array [documents, 2], checked against the counts of meta.json."""
-    try:
-        index = np.load(_existing(path), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is damaged ({error}). Prepare the folder again.") from None
-    shape = (counts["documents"], 2)
-    if index.shape != shape or tuple(index.sum(axis=0)) != (counts["tokens"], counts["bytes"]):
-        raise ValueError(
-            f"{path} disagrees with {META_FILE}: shape {index.shape} and sums "
-            f"{index.sum(axis=0).tolist()}, expected {shape} and "
-            f"{[counts['tokens'], counts['bytes']]}. Prepare the folder again."
-        )
-    return index
+def _not_the_file(path: Path) -> str:
+    return (
+        f"{path} is damaged or was replaced: its SHA-256 is not the one in {META_FILE}. Prepare "
+        "the folder again."
+    )

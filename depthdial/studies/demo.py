@@ -103,27 +103,12 @@ def _check_folder(job: Job) -> None:
     found = Recipe.from_file(job.run.config_path)
     # The same folder may be named in another way than at the first call.
     found = found.replace(**{"data.cache_dir": job.recipe.data.cache_dir})
-    if found != job.recipe:
+    for key, there, here in found.differences(job.recipe):
         raise ValueError(
-            f"{job.run.path} holds a run with other settings than this demonstration "
-            f"({_first_difference(found, job.recipe)}). Give another folder with --out, or delete "
+            f"{job.run.path} holds a run with other settings than this demonstration ({key} is "
+            f"{there} there, {here} here). Give another folder with --out, or delete "
             f"{job.run.path}."
         )
-
-
-def _first_difference(found: Recipe, wanted: Recipe) -> str:
-    """`train.steps is 20 there, 1000 here`."""
-    ours, theirs = dict(_flat(wanted.to_dict())), dict(_flat(found.to_dict()))
-    keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
-    return f"{keys[0]} is {theirs.get(keys[0])} there, {ours.get(keys[0])} here"
-
-
-def _flat(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdial.config import Recipe
-from depthdial.data.shards import TokenDocument
+from depthdial.data.shards import TokenDocument, TokenShards
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import count_parameters
@@ -85,8 +85,17 @@ class FinishedRun:
         return task_rows(self.recipe, split="valid", tokenizer=self.tokenizer)
 
     def validation_documents(self) -> list[TokenDocument]:
-        """Held-out documents of the run's prepared text."""
-        return held_out_documents(run_folder(self.recipe, self.tokenizer), self.tokenizer)
+        """Held-out documents of the run's prepared text.
+
+        Raises: ValueError if they are not those of the run.
+        """
+        folder = run_folder(self.recipe, self.tokenizer)
+        if TokenShards.open(folder, "valid").fingerprint != self.progress["data"]["valid"]:
+            raise ValueError(
+                f"the held-out documents in {folder} are not those that {self.path} was validated "
+                "on, so the run may have trained on them. Prepare the same data again."
+            )
+        return held_out_documents(folder, self.tokenizer)
 
 
 def run_folder(recipe: Recipe, tokenizer: Tokenizer) -> Path:

@@ -171,17 +171,6 @@ def folder_facts(folder: str | Path) -> dict[str, Any]:
     return {"name": Path(folder).resolve().name, "sha256": whole.hexdigest(), "files": files}
 
 
-def check_facts(folder: str | Path, facts: dict[str, Any], *, role: str) -> None:
-    """A folder is still what it was when the run began. Raises: ValueError."""
-    found = folder_facts(folder)
-    if found["sha256"] != facts["sha256"]:
-        raise ValueError(
-            f"{role} {folder} is not what it was when the run began (SHA-256 "
-            f"{facts['sha256'][:16]}..., now {found['sha256'][:16]}...). Restore it, or start a "
-            "new run."
-        )
-
-
 def _comparable(config: ModelConfig) -> dict[str, Any]:
     """Keys that must agree, by dotted name."""
     values = config.to_dict()

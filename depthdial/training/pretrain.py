@@ -29,7 +29,7 @@ from depthdial.training.patterns import freeze_parameters
 from depthdial.training.progress import SilentObserver, TrainObserver
 from depthdial.training.provenance import collect_provenance
 from depthdial.training.run_dir import RunDir
-from depthdial.training.session import Progress, Session, save_checkpoint, taken_up
+from depthdial.training.session import Progress, Session, contents, save_checkpoint, taken_up
 from depthdial.training.sources import open_data
 from depthdial.training.step import (
     LossModule,
@@ -83,7 +83,7 @@ def train(
             data,
             model,
             Optimizers(model, recipe.optim),
-            Progress(data=data.train.fingerprint),
+            Progress(contents(recipe, data)),
             teacher,
             None if init is None else Path(init),
         )

@@ -7,11 +7,12 @@ trains is in `pretrain.py`.
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthdial.config import Recipe
+from depthdial.config import Recipe, StrictConfig
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import (
     in_own_memory,
@@ -26,17 +27,22 @@ from depthdial.model.looped_lm import LoopedLM
 from depthdial.training.init_model import (
     OPTIMIZER_FILE,
     STATE_FILE,
-    check_facts,
     check_optim_options,
+    folder_facts,
 )
 from depthdial.training.optim import Optimizers
 from depthdial.training.patterns import freeze_parameters
-from depthdial.training.run_dir import RunDir
-from depthdial.training.sources import TrainData, open_data
+from depthdial.training.run_dir import Checkpoint, RunDir
+from depthdial.training.sources import TrainData, open_data, tokenizer_sha256
 from depthdial.training.teacher import Teacher, open_teacher, teacher_folder
 
-# What a resumed run may change; everything else decides weights, data or draws of past steps.
+RECIPE_FILE = "recipe.json"
+"""In a checkpoint: the recipe of its steps, under the checkpoint's seal."""
+# What a resumed run may change; everything else decides weights, data or draws of past steps. Where
+# data lie says nothing of what they are, which is compared by its hash.
 RESUME_KEYS = (
+    "data.path",
+    "data.cache_dir",
     "optim.lr",
     "optim.adamw_lr",
     "optim.lr_by_pattern",
@@ -62,9 +68,12 @@ RESUME_KEYS = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: finished steps, data and position in it, and what it has cost so far."""
+    """How far a run is: what it reads, finished steps, position, and what it has cost so far.
 
-    data: str = ""
+    data: as `contents` gives it.
+    """
+
+    data: dict[str, str]
     step: int = 0
     next_row: int = 0
     tokens: int = 0
@@ -108,6 +117,7 @@ def save_checkpoint(session: Session) -> None:
         write_tensors({name: t.cpu() for name, t in tensors.items()}, folder / OPTIMIZER_FILE)
         state = json.dumps(asdict(session.progress), indent=2) + "\n"
         (folder / STATE_FILE).write_text(state, encoding="utf-8")
+        (folder / RECIPE_FILE).write_text(session.recipe.to_json(), encoding="utf-8")
 
     saved = session.run.save_checkpoint(
         session.progress.step, write, keep=session.recipe.train.keep_checkpoints
@@ -119,9 +129,8 @@ def save_checkpoint(session: Session) -> None:
 
 def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
     """The session of a run's newest intact checkpoint, with the run's files brought back to it."""
-    recipe = Recipe.from_file(run.config_path)
     checkpoint = run.latest_checkpoint()
-    recipe = _changed(recipe, overrides)
+    recipe = _changed(_trained_recipe(run, checkpoint), overrides)
     if overrides and checkpoint.step >= recipe.train.steps:
         raise ValueError(
             f"the run {run.path} has finished its {recipe.train.steps} steps, so "
@@ -130,35 +139,88 @@ def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
         )
     check_optim_options(recipe)
     check_device(recipe.train.device)
-    provenance = run.read_provenance()
+    run.read_provenance()
     init = recipe.train.init
     tokenizer = None if init is None else Tokenizer.from_dir(checkpoint.path)
     data = open_data(recipe, tokenizer=tokenizer)
-    if (source := teacher_folder(recipe)) is not None:
-        check_facts(source, provenance["teacher"], role="the teacher")
     teacher = open_teacher(recipe, data.tokenizer)
     model = in_own_memory(load_model(checkpoint.path, device=recipe.train.device))
     freeze_parameters(model, recipe.optim.freeze)
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
     progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
-    if progress.data == data.file_fingerprint != data.train.fingerprint:
-        raise ValueError(
-            f"the run {run.path} was begun by an earlier version, whose rows opened every document "
-            "with end-of-text; its model opens them with another token, or none, and rows do so "
-            "too. Start a new run from its model with train.init."
-        )
-    if progress.data != data.train.fingerprint:
-        raise ValueError(
-            f"the training data of {run.path} are not what they were: the run read "
-            f"{progress.data[:16]}..., {data.folder} now holds {data.train.fingerprint[:16]}.... "
-            "Prepare the same data again, or start a new run."
-        )
+    _check_contents(run, progress.data, contents(recipe, data))
     # Only once everything has opened: a refused resume leaves the run as it was.
     run.write_config(recipe)
     run.discard_metrics_after(checkpoint.step)
     companions = None if init is None else checkpoint.path
     return Session(recipe, run, data, model, optimizers, progress, teacher, companions)
+
+
+def contents(recipe: Recipe, data: TrainData) -> dict[str, str]:
+    """What tells everything that a run reads beside its recipe from anything else.
+
+    Returns: fingerprint of `train` and `valid` rows, and SHA-256 of `tokenizer` and `teacher`.
+    """
+    found = {
+        "train": data.train.fingerprint,
+        "valid": data.valid.fingerprint,
+        "tokenizer": tokenizer_sha256(data.tokenizer),
+    }
+    teacher = teacher_folder(recipe)
+    return found if teacher is None else found | {"teacher": folder_facts(teacher)["sha256"]}
+
+
+def _trained_recipe(run: RunDir, checkpoint: Checkpoint) -> Recipe:
+    """The recipe in config.json, which may differ from the checkpoint's where a resume may.
+
+    Raises: ValueError naming the first key that differs elsewhere.
+    """
+    sealed = checkpoint.path / RECIPE_FILE
+    if not sealed.exists():
+        raise ValueError(
+            f"the run {run.path} was begun by an earlier version, whose checkpoints hold neither "
+            "the recipe nor the hashes of all that its steps read, so that nobody knows whether it "
+            "would go on as it was. Start a new run from its model with train.init."
+        )
+    try:
+        recipe = Recipe.from_file(run.config_path)
+    except ValueError as error:
+        raise ValueError(f"{error} The run's recipe is kept in {sealed}, too.") from error
+    for key, now, then in recipe.differences(Recipe.from_file(sealed)):
+        if key not in RESUME_KEYS:
+            raise ValueError(
+                f"{run.config_path}: {key} is {_shown(now)}, but the run was trained with "
+                f"{_shown(then)}, and no step so far would have been the same. Set it back (the "
+                f"whole recipe is in {sealed}), or start a new run."
+            )
+        warnings.warn(
+            f"{run.config_path}: {key} is {_shown(now)} instead of {_shown(then)}, which the steps "
+            f"up to {checkpoint.step} had; the run goes on with it.",
+            stacklevel=2,
+        )
+    return recipe
+
+
+def _shown(value: Any) -> str:
+    return repr(value.to_dict() if isinstance(value, StrictConfig) else value)
+
+
+def _check_contents(run: RunDir, then: dict[str, str], now: dict[str, str]) -> None:
+    """Everything that the run reads is what it was. Raises: ValueError naming the first change."""
+    words = {
+        "train": "the training data of {} are not what they were",
+        "valid": "the validation data of {} are not what they were",
+        "tokenizer": "the tokenizer of {} is not what it was",
+        "teacher": "the teacher of {} is not what it was",
+    }
+    for name, text in words.items():
+        if then.get(name) != now.get(name):
+            raise ValueError(
+                f"{text.format(run.path)} when the run began: {str(then.get(name))[:16]}... is now "
+                f"{str(now.get(name))[:16]}... (SHA-256). Restore what was there (prepare the same "
+                "data again), or start a new run."
+            )
 
 
 def _changed(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:

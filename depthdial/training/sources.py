@@ -37,13 +37,6 @@ class TrainData:
     tokenizer: Tokenizer
     folder: Path | None
 
-    @property
-    def file_fingerprint(self) -> str:
-        """Equal for equal files, whatever token opens their documents."""
-        if isinstance(self.train, PackedText):
-            return self.train.shards.fingerprint
-        return self.train.fingerprint
-
 
 def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainData:
     """Open (and, for a named corpus, prepare once) the data of a recipe.
@@ -69,6 +62,8 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
         folder = prepared_folder(recipe, tokenizer=tokenizer)
         shards = {split: TokenShards.open(folder, split) for split in ("train", "valid")}
         opener = tokenizer or Tokenizer.from_dir(folder)
+        for split in shards.values():
+            split.check_tokens()
         train, valid = (
             PackedText(
                 shards[split],
@@ -82,10 +77,10 @@ def open_data(recipe: Recipe, *, tokenizer: Tokenizer | None = None) -> TrainDat
         data = TrainData(train, valid, opener, folder)
         prepared_with = shards["train"].meta["tokenizer_sha256"]
         closed_by = shards["train"].eos_id
-        if tokenizer is None and train.vocab_size != data.tokenizer.vocab_size:
+        if tokenizer is None and prepared_with != tokenizer_sha256(data.tokenizer):
             raise ValueError(
-                f"{folder}: the token files were made with {train.vocab_size} tokens, its "
-                f"tokenizer.json has {data.tokenizer.vocab_size}. Prepare the folder again."
+                f"{folder}: its tokenizer.json is not the one that the token files were made with. "
+                "Prepare the folder again."
             )
     _check_val_rows(recipe, data.valid)
     _check_ids(recipe, data, tokenizer, prepared_with=prepared_with, closed_by=closed_by)

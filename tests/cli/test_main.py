@@ -384,7 +384,7 @@ class TestTrainAndResume:
         assert offered == set(RESUME_KEYS)
         assert "default" not in out
 
-    @pytest.mark.parametrize("key", ["train.steps", "model.d_ff", "data.path", "name"])
+    @pytest.mark.parametrize("key", ["train.steps", "model.d_ff", "data.context", "name"])
     def test_resume_refuses_a_key_that_would_make_it_another_run(
         self, cli: Command, tiny_run: Path, key: str
     ) -> None:

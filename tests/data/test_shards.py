@@ -15,7 +15,7 @@ from depthdial.data.text import prepare
 @pytest.fixture
 def folder(tmp_path, byte_tokenizer):
     for i in range(6):
-        (tmp_path / f"{i}.txt").write_text(f"text of document {i}")
+        (tmp_path / f"{i}.txt").write_text(f"text of document {i}" + "." * i)
     prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", tokenizer=byte_tokenizer)
     return tmp_path / "out"
 
@@ -59,13 +59,13 @@ def test_index_of_another_folder_is_refused(folder):
     index = np.load(folder / "train.index.npy")
     index[0, 0] += 1
     np.save(folder / "train.index.npy", index)
-    with pytest.raises(ValueError, match="train.index.npy disagrees with meta.json"):
+    with pytest.raises(ValueError, match="train.index.npy is damaged or was replaced"):
         TokenShards.open(folder, "train")
 
 
 def test_wrong_number_of_names_is_refused(folder):
     (folder / "train.names.json").write_text('["one"]')
-    with pytest.raises(ValueError, match="train.names.json has 1 names"):
+    with pytest.raises(ValueError, match="train.names.json is damaged or was replaced"):
         TokenShards.open(folder, "train")
 
 
@@ -116,10 +116,55 @@ def test_an_id_outside_the_vocabulary_names_the_damaged_file(folder):
         list(shards.documents())
 
 
-def test_the_fingerprint_is_the_hash_of_the_token_file(folder):
-    shards = TokenShards.open(folder, "train")
-    assert shards.fingerprint == hashlib.sha256((folder / "train.bin").read_bytes()).hexdigest()
-    assert shards.fingerprint != TokenShards.open(folder, "valid").fingerprint
+def forge(folder, name):
+    """Make meta.json describe a file as it is now."""
+    meta = json.loads((folder / "meta.json").read_text())
+    split, suffix = name.split(".", maxsplit=1)
+    digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    meta["splits"][split]["sha256"][suffix] = digest
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def swap_two(folder, name):
+    """Change a file without changing its size, nor any sum over it."""
+    path = folder / name
+    values = np.load(path) if name.endswith(".npy") else np.fromfile(path, dtype="<u2")
+    other = next(i for i in range(1, len(values)) if (values[i] != values[0]).any())
+    values[[0, other]] = values[[other, 0]]
+    if name.endswith(".npy"):
+        np.save(path, values)
+    else:
+        values.tofile(path)
+
+
+@pytest.mark.parametrize("name", ["train.index.npy", "valid.index.npy"])
+def test_f25_an_index_with_the_right_sums_and_wrong_lengths_is_refused(folder, name):
+    if name.startswith("valid"):
+        index = np.load(folder / name)
+        index[0] = index[0][::-1]
+        np.save(folder / name, index)
+    else:
+        swap_two(folder, name)
+    with pytest.raises(ValueError, match=f"{name} is damaged or was replaced: its SHA-256"):
+        TokenShards.open(folder, name.split(".")[0])
+
+
+def test_f25_a_token_file_of_equal_size_is_noticed_where_its_contents_matter(folder):
+    """The hash was copied from meta.json, and never computed."""
+    TokenShards.open(folder, "train").check_tokens()
+    swap_two(folder, "train.bin")
+    with pytest.raises(ValueError, match="train.bin is damaged or was replaced"):
+        TokenShards.open(folder, "train").check_tokens()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.index.npy"])
+def test_f25_the_fingerprint_is_of_the_contents_whatever_meta_says(folder, name):
+    before = TokenShards.open(folder, "train").fingerprint
+    assert before == TokenShards.open(folder, "train").fingerprint
+    assert before != TokenShards.open(folder, "valid").fingerprint
+    swap_two(folder, name)
+    forge(folder, name)
+    assert TokenShards.open(folder, "train").fingerprint != before
 
 
 @pytest.mark.parametrize("name", ["meta.json", "train.names.json"])

@@ -21,7 +21,7 @@ from depthdial.training import pretrain
 from depthdial.training.losses import count_targets, step_loss_share
 from depthdial.training.optim import Optimizers
 from depthdial.training.run_dir import RunDir
-from depthdial.training.session import Progress, Session
+from depthdial.training.session import Progress, Session, contents
 from depthdial.training.sources import open_data
 from depthdial.training.step import LossModule, RowPlan, train_step
 
@@ -63,7 +63,7 @@ def session_of(recipe: Recipe, root: Path, *, next_row: int) -> Session:
     with RunDir.create(root, recipe.name, config=recipe, provenance={}) as run:
         pass
     data = open_data(recipe)
-    progress = Progress(data=data.train.fingerprint, next_row=next_row)
+    progress = Progress(contents(recipe, data), next_row=next_row)
     optimizers = Optimizers(model, recipe.optim)
     return Session(recipe, run, data, model, optimizers, progress)
 
