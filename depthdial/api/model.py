@@ -111,7 +111,7 @@ class Model:
             step_sizes: one per loop, adding up to 1, for a model conditioned on time (LoopFormer);
                 without `num_loops` they say how many run. None for equal steps.
             logprobs: also return the log-probability of each generated token. In bf16 they move
-                with the batch by up to about 2e-2.
+                with the batch by up to 1.6e-2, more where logits are large (docs/exactness.md).
 
         Returns: one `Completion` per prompt, in order; a list also for a single prompt.
         Raises: ValueError for an empty prompt, a loop count the model refuses, a number out of
@@ -258,8 +258,9 @@ def sweep(
         context: tokens that predict one another, up to the model's max_context. None for the
             context of the run if `model` is the path of one, else for max_context. Text only.
         stride: new tokens per window after a document's first; None for no overlap. Text only.
-        rows_per_forward: rows computed at once; changes memory, not results.
-        precision: of the matrix products.
+        rows_per_forward: rows computed at once; changes memory, and rounding.
+        precision: of the matrix products. In bf16 log-probabilities move with the batch by up to
+            1.6e-2, more where logits are large (docs/exactness.md).
         trained_loops: loop counts that training ran; None for those of the model's config.
 
     Raises: ValueError or FileNotFoundError, also for text without any token, for a folder

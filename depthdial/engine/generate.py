@@ -73,12 +73,14 @@ def generate(
         stop_ids: tokens that end a row.
         is_complete: is asked after every token of a row with all its new ones; True ends the row.
         cache_policy: None for the model's own.
-        prefill_chunk: tokens per prompt call; None for the whole prompt at once.
+        prefill_chunk: tokens per prompt call; None for the whole prompt at once. It changes the
+            text under last_step, stash_first, stash_last and the rules of Huginn and Parcae by
+            which loops share entries (docs/exactness.md).
         stop_rule: ends the loops of each new token; `num_loops` is the most it may run. The
             prompt, and with it the first new token, always runs all of them. None runs all.
         step_sizes: of the loops, for a model conditioned on time; as in `LoopedLM.forward`.
         logprobs: also return the log-probability of each new token. In bf16 they move with the
-            batch by up to about 2e-2, as do all logits.
+            batch by up to 1.6e-2, more where logits are large (docs/exactness.md).
 
     Returns: one `Generation` per prompt, in order.
     Raises: ValueError for an empty prompt, an unknown id, a loop count or step sizes that the model

@@ -55,7 +55,8 @@ def token_logprobs(
     Args:
         num_loops: for all rows; beyond max_loops is allowed.
         rows_per_forward: most rows of one call; changes memory, and rounding.
-        precision: `fp32` or `bf16` (autocast).
+        precision: `fp32` or `bf16` (autocast). In bf16 log-probabilities move with the batch by up
+            to 1.6e-2, more where logits are large (docs/exactness.md).
 
     Returns: one tensor per row, as long as its targets, fp32 on the CPU.
     Raises: ValueError for no rows, an empty prefix or target, or a number that is not allowed.
