@@ -12,7 +12,9 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable
+from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -41,6 +43,13 @@ def say(text: str) -> None:
     stream = _Spelling(sys.stderr)
     stream.write(visible(f"{text}\n"))
     stream.flush()
+
+
+def say_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print what Python prints of an error that nobody handled; a `sys.excepthook`."""
+    say("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 def remark(text: str) -> None:

@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from depthdial import __version__
-from depthdial.cli.console import leave_closed_pipe, say, write
+from depthdial.cli.console import leave_closed_pipe, say, say_traceback, write
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -104,6 +104,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; None for the process's own arguments."""
+    if argv is None:
+        # A traceback quotes paths and texts, too.
+        sys.excepthook = say_traceback
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     with _one_line_warnings(), _sigterm_raises():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +150,14 @@ class TestOnePlace:
         assert (code, out) == (2, "")
         spelled = r"[/red]\x1b[31m\x1b]0;owned\x07\rgone\x9b2J\u202egnp".replace(r"\r", r"\x0d")
         assert f"unknown command '{spelled}" in err
+
+    def test_f10_f28_a_traceback_is_plain_text_too(self) -> None:
+        argv = [sys.executable, "-m", "depthdial", "train", f"{HOSTILE}.yaml", "--debug"]
+        environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "cp1252"}
+        done = subprocess.run(argv, env=environment, capture_output=True)
+        shown = done.stderr.decode("cp1252")
+        assert done.returncode == 1 and shown.startswith("Traceback")
+        assert r"[/red]\x1b[31m" in shown and not RAW & set(shown)
 
 
 class TestSpelling:
