@@ -11,10 +11,10 @@ from depthdial.cli.main import COMMANDS
 from depthdial.convert.methods import METHODS
 from depthdial.formats.families.registry import FAMILIES
 from depthdial.model.stopping_rules import STOPPING_RULES
-from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPS
-from depthdial.studies.retrofit_data import TRAINED_CORPORA
-from depthdial.studies.retrofit_results import accuracy_difference, difference, mean_loss
-from depthdial.studies.retrofit_words import DEEP, scores_of, write_results
+from depthdial.studies.conversion_arms import CONTROL, EQUAL_TIME, LOOPS
+from depthdial.studies.conversion_data import TRAINED_CORPORA
+from depthdial.studies.conversion_results import accuracy_difference, difference, mean_loss
+from depthdial.studies.conversion_words import DEEP, scores_of, write_results
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def test_quoted_demo_numbers_are_those_of_the_report():
 
 
 def test_quoted_gains_of_a_converted_model_are_the_measured_ones():
-    record = json.loads((RESULTS / "retrofit.json").read_text())
+    record = json.loads((RESULTS / "conversion_study.json").read_text())
     text, chains = scores_of(record["text"]), scores_of(record["chains"])
     data, time = (CONTROL.name, 1), (EQUAL_TIME.name, 1)
 
@@ -208,9 +208,9 @@ def test_quoted_gains_of_a_converted_model_are_the_measured_ones():
 
 
 def test_the_report_on_converted_models_follows_from_its_scores(tmp_path):
-    record = json.loads((RESULTS / "retrofit.json").read_text())
-    written = (RESULTS / "retrofit.md").read_text()
+    record = json.loads((RESULTS / "conversion_study.json").read_text())
+    written = (RESULTS / "conversion_study.md").read_text()
     base = written.splitlines()[2].partition("; layers")[0]
     tasks = {name: record[name] for name in ("text", "chains")}
     write_results(tasks, seeds=record["seeds"], base=base, folder=tmp_path)
-    assert (tmp_path / "retrofit.md").read_text() == written
+    assert (tmp_path / "conversion_study.md").read_text() == written

@@ -116,7 +116,7 @@ def convert(root: Path) -> Cases:
     for method, base, options in CONVERSIONS:
         shown = ", ".join(f"{key}={value}" for key, value in options.items())
         name = f"{method} of {base}" + (f": {shown}" if shown else "")
-        given = ({"core": "1:5"} if n.METHODS[method].takes_window else {}) | options
+        given = ({"core": "1:5"} if n.METHODS[method].takes_core else {}) | options
         folders[name] = root / n.file_name(name)
         yield name, partial(converted, root / n.file_name(base), folders[name], method, given)
     joint = [folder for name, folder in folders.items() if name.startswith("joint-deltas")]
@@ -134,7 +134,7 @@ def proposed(root: Path, options: dict[str, Any]) -> Entries:
         text_run(root, DENSE | {"vocab_size": 300}, name="dense")
     folder = root / f"proposed-{len(options)}"
     entries = converted(run, folder, "elr-graft", {"d_cond": 6, "rank": 3} | options)
-    return entries | {"core": n.read_json(folder / "window.json")}
+    return entries | {"core": n.read_json(folder / "core_choice.json")}
 
 
 def converted(base: Path, folder: Path, method: str, options: dict[str, Any]) -> Entries:

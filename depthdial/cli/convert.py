@@ -136,10 +136,10 @@ def print_report(report: ConversionReport) -> None:
 def _layers_text(report: ConversionReport) -> str:
     prelude, core, coda = report.config.split
     counts = f"{prelude} + {core} + {coda} sublayers (prelude, core, coda)"
-    if report.window is None:
+    if report.core_range is None:
         return counts
-    how = "proposed, see window.png" if report.curve is not None else "as given"
-    return f"core {report.window} of the base's layers, {how}; {counts}"
+    how = "proposed, see core_choice.png" if report.curve is not None else "as given"
+    return f"core {report.core_range} of the base's layers, {how}; {counts}"
 
 
 def _new_text(count: int, parts: list[str]) -> str:
@@ -156,7 +156,7 @@ def _loops_text(report: ConversionReport) -> str:
 
 
 def _promise_text(report: ConversionReport) -> str:
-    plan = report.result.plan
+    plan = report.result.converted
     if plan.promises == "none":
         return f"none: {plan.why_not}"
     kept = "bit for bit" if plan.promises == "bits" else "within 1e-4"

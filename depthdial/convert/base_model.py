@@ -21,7 +21,7 @@ STACKS = ("prelude_stack.", "core_stack.", "coda_stack.")
 VALUE_EMBEDDING = "mixer.value_embedding.weight"
 
 
-class Window(NamedTuple):
+class CoreRange(NamedTuple):
     """Blocks [start, end) of a base model."""
 
     start: int
@@ -76,7 +76,7 @@ class LoopPair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Converted:
     """What a method decided.
 
     Fields:
@@ -121,22 +121,22 @@ def check_dense(config: ModelConfig) -> None:
     wrong = loop_traces(config)
     if wrong:
         raise ValueError(
-            "a window is chosen in a dense model, one that runs its layers once, but the base has "
+            "a core is chosen in a dense model, one that runs its layers once, but the base has "
             f"{'; '.join(wrong)}. Give a dense model, or the method elastic-fixed to a model that "
             "loops already."
         )
 
 
-def read_window(text: str, num_blocks: int) -> Window:
-    """A window from `a:b`. Raises: ValueError with what is allowed."""
+def read_core_range(text: str, num_blocks: int) -> CoreRange:
+    """A core from `a:b`. Raises: ValueError with what is allowed."""
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())
-    window = Window(int(match[1]), int(match[2])) if match else None
-    if window is None or not window.start < window.end <= num_blocks:
+    core_range = CoreRange(int(match[1]), int(match[2])) if match else None
+    if core_range is None or not core_range.start < core_range.end <= num_blocks:
         raise ValueError(
-            f"core '{text}' is no window of this base. Give a:b, the first layer and the one after "
+            f"core '{text}' is no core of this base. Give a:b, the first layer and the one after "
             f"the last, counted from 0, with a < b <= {num_blocks}."
         )
-    return window
+    return core_range
 
 
 def looped_config(
@@ -183,14 +183,16 @@ def placed(
     return tensors
 
 
-def check_alike(blocks: Sequence[Block], window: Window) -> None:
+def check_alike(blocks: Sequence[Block], core_range: CoreRange) -> None:
     """Blocks that are to share weights have equal shapes. Raises: ValueError naming two of them."""
-    for number, block in enumerate(blocks[window.start : window.end], start=window.start):
-        if _shapes(block) != _shapes(blocks[window.start]):
+    for number, block in enumerate(
+        blocks[core_range.start : core_range.end], start=core_range.start
+    ):
+        if _shapes(block) != _shapes(blocks[core_range.start]):
             raise ValueError(
-                f"layers {window.start} ({blocks[window.start].layout}) and {number} "
-                f"({block.layout}) of the window differ in kind or size, so they cannot share "
-                "weights. Choose a window of equal layers."
+                f"layers {core_range.start} ({blocks[core_range.start].layout}) and {number} "
+                f"({block.layout}) of the core differ in kind or size, so they cannot share "
+                "weights. Choose a core of equal layers."
             )
 
 
@@ -210,7 +212,7 @@ def _width(blocks: Sequence[Block]) -> int | None:
     if len(widths) > 1:
         raise ValueError(
             f"the MLPs of this base have the widths {sorted(widths)}, and core or surroundings "
-            "would mix them. Choose a window that holds all layers of one width."
+            "would mix them. Choose a core that holds all layers of one width."
         )
     return next(iter(widths), None)
 

@@ -1,7 +1,7 @@
 """Make a pretrained model elastic: `convert` reads a model folder and writes another one.
 
 The methods are listed in `methods.py`, and what each decides is in `tying.py`, `low_rank.py` and
-`grafts.py`. Here the window is found, the result put together, compared with the base and written;
+`grafts.py`. Here the core is found, the result put together, compared with the base and written;
 a result that is not what its method promises is not.
 """
 
@@ -21,13 +21,13 @@ from depthdial.config.text_files import dump_json
 from depthdial.convert.base_model import (
     STACKS,
     BaseModel,
-    Plan,
-    Window,
+    Converted,
+    CoreRange,
     block_places,
     check_dense,
-    read_window,
+    read_core_range,
 )
-from depthdial.convert.core_choice import WindowCurve, measure_window, read_pieces
+from depthdial.convert.core_choice import CoreCurve, measure_core, read_pieces
 from depthdial.convert.equality import (
     Comparison,
     as_json,
@@ -46,7 +46,7 @@ from depthdial.convert.grafts import (
 from depthdial.convert.low_rank import joint_deltas, later_deltas, relaxed_recursive
 from depthdial.convert.merging import merge_first_pass
 from depthdial.convert.methods import method_named, read_options
-from depthdial.convert.tying import anchored, damped, loop_window, tie_layers
+from depthdial.convert.tying import anchored, damped, loop_core, tie_layers
 from depthdial.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from depthdial.disk import new_folder
 from depthdial.model.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model, save_model
@@ -60,27 +60,29 @@ from depthdial.model.folder import (
 )
 from depthdial.model.init_weights import init_weights
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.report.core_choice import window_png
+from depthdial.report.core_choice import core_png
 
-EQUALITY_FILE, WINDOW_FILE, PLOT_FILE = "equality.json", "window.json", "window.png"
+EQUALITY_FILE, CORE_FILE, PLOT_FILE = "equality.json", "core_choice.json", "core_choice.png"
 PROOF_ROWS, PROOF_TOKENS = 4, 64
 """Texts and tokens of each on which base and result are compared."""
 
-PlanFunction = Callable[[BaseModel, Window | None, Any, int], Plan]
+ConversionFunction = Callable[[BaseModel, CoreRange | None, Any, int], Converted]
 
 
-def _without_seed(plan: Callable[[BaseModel, Any, Any], Plan]) -> PlanFunction:
-    return lambda base, window, options, seed: plan(base, window, options)
+def _without_seed(converted: Callable[[BaseModel, Any, Any], Converted]) -> ConversionFunction:
+    return lambda base, core_range, options, seed: converted(base, core_range, options)
 
 
-PLANS: dict[str, PlanFunction] = {
-    "loop-window": _without_seed(loop_window),
+CONVERSIONS: dict[str, ConversionFunction] = {
+    "loop-window": _without_seed(loop_core),
     "damped": _without_seed(damped),
     "anchored": _without_seed(anchored),
     "tie-layers": _without_seed(tie_layers),
     "relaxed-recursive": _without_seed(relaxed_recursive),
     "retrofitted-recurrence": _without_seed(retrofitted_recurrence),
-    "decay-gate": lambda base, window, options, seed: decay_gate(base, window, options, seed=seed),
+    "decay-gate": lambda base, core_range, options, seed: decay_gate(
+        base, core_range, options, seed=seed
+    ),
     "decay-gate-ungated-first": _without_seed(decay_gate_ungated_first),
     "elr-graft": _without_seed(elr_graft),
     "later-deltas": _without_seed(later_deltas),
@@ -92,7 +94,7 @@ PLANS: dict[str, PlanFunction] = {
 
 
 @dataclass(frozen=True)
-class Retrofitted:
+class ConvertedModel:
     """A base converted in memory.
 
     Fields:
@@ -101,7 +103,7 @@ class Retrofitted:
     """
 
     model: LoopedLM
-    plan: Plan
+    converted: Converted
     comparisons: tuple[Comparison, ...]
     compared_in: str
 
@@ -112,8 +114,8 @@ class ConversionReport:
 
     Fields:
         folder, method: as asked. options: with their defaults.
-        base_config: of the base. window: its layers that loop; None where it loops already.
-        curve: that proposed the window; None where it was given.
+        base_config: of the base. core_range: its layers that loop; None where it loops already.
+        curve: that proposed the core; None where it was given.
         result: model, promise and measurement.
         new_parameters: name -> numbers, of parameters that are in no layer of the base.
         compared_on: what base and result were run on, in words.
@@ -123,9 +125,9 @@ class ConversionReport:
     method: str
     options: StrictConfig
     base_config: ModelConfig
-    window: Window | None
-    curve: WindowCurve | None
-    result: Retrofitted
+    core_range: CoreRange | None
+    curve: CoreCurve | None
+    result: ConvertedModel
     new_parameters: Mapping[str, int]
     compared_on: str
 
@@ -150,8 +152,8 @@ def convert(
     """Convert a model folder by one of the methods of `methods.METHODS`.
 
     The source is only read. The destination gets the model, the tokenizer files, origin.json,
-    equality.json, and, where the core was proposed, window.json and window.png; it appears when
-    all of them are complete.
+    equality.json, and, where the core was proposed, core_choice.json and core_choice.png; it
+    appears when all of them are complete.
 
     Args:
         core: layers a:b of the base that loop, counted from 0; None to propose them from the
@@ -178,17 +180,19 @@ def convert(
             raise ValueError(
                 f"texts={texts} has no effect: {source} has no {TOKENIZER_FILE}. Remove it."
             )
-        window, curve = _window(
+        core_range, curve = _core_range(
             base, tokenizer, method=method, core=core, core_layers=core_layers, texts=texts
         )
         tokens_BT, compared_on = _proof_tokens(base.config, tokenizer, texts=texts, seed=seed)
-        result = retrofit(base, tokens_BT, method=method, window=window, options=chosen, seed=seed)
+        result = convert_model(
+            base, tokens_BT, method=method, core_range=core_range, options=chosen, seed=seed
+        )
         report = ConversionReport(
             folder=Path(destination),
             method=method,
             options=chosen,
             base_config=base.config,
-            window=window,
+            core_range=core_range,
             curve=curve,
             result=result,
             new_parameters=_new_parameters(base, result.model),
@@ -199,70 +203,70 @@ def convert(
     return report
 
 
-def retrofit(
+def convert_model(
     base: LoopedLM,
     tokens_BT: Tensor,
     *,
     method: str,
-    window: Window | None,
+    core_range: CoreRange | None,
     options: StrictConfig,
     seed: int = 0,
-) -> Retrofitted:
+) -> ConvertedModel:
     """Convert in memory and compare; the result shares every tensor that it does not change.
 
     Args: tokens_BT: to compare on. Others as in `convert`; options: as `read_options` gives them.
     Raises: ValueError as `convert`.
     """
     parts = BaseModel(base.config, base.state_dict())
-    if method_named(method).takes_window:
+    if method_named(method).takes_core:
         check_dense(base.config)
-        assert window is not None, f"'{method}' needs a window"
-    plan = PLANS[method](parts, window, options, seed)
-    trained = plan.trained_loops(base.config)
-    plan = replace(plan, config=plan.config.with_trained(trained))
-    model = with_new_modules(plan, seed=seed)
-    comparisons, compared_in = _compared(base, model, plan, tokens_BT)
-    check_promise(method, plan, comparisons)
-    return Retrofitted(model, plan, tuple(comparisons), compared_in)
+        assert core_range is not None, f"'{method}' needs a core"
+    converted = CONVERSIONS[method](parts, core_range, options, seed)
+    trained = converted.trained_loops(base.config)
+    converted = replace(converted, config=converted.config.with_trained(trained))
+    model = with_new_modules(converted, seed=seed)
+    comparisons, compared_in = _compared(base, model, converted, tokens_BT)
+    check_promise(method, converted, comparisons)
+    return ConvertedModel(model, converted, tuple(comparisons), compared_in)
 
 
 def _compared(
-    base: LoopedLM, model: LoopedLM, plan: Plan, tokens_BT: Tensor
+    base: LoopedLM, model: LoopedLM, converted: Converted, tokens_BT: Tensor
 ) -> tuple[list[Comparison], str]:
     """Comparisons, and the dtype they were made in."""
-    comparisons = _compared_in(torch.float32, base, model, plan, tokens_BT)
+    comparisons = _compared_in(torch.float32, base, model, converted, tokens_BT)
     # Logits of large models, summed in another order, differ by more in float32.
-    if plan.promises == "close" and not is_kept(plan, comparisons):
-        return _compared_in(torch.float64, base, model, plan, tokens_BT), "float64"
+    if converted.promises == "close" and not is_kept(converted, comparisons):
+        return _compared_in(torch.float64, base, model, converted, tokens_BT), "float64"
     return comparisons, "float32"
 
 
 def _compared_in(
-    dtype: torch.dtype, base: LoopedLM, model: LoopedLM, plan: Plan, tokens_BT: Tensor
+    dtype: torch.dtype, base: LoopedLM, model: LoopedLM, converted: Converted, tokens_BT: Tensor
 ) -> list[Comparison]:
     memo: dict[int, Tensor] = {}
     return compare(
         assembled(base.config, widened(base.state_dict(), dtype, memo)),
-        assembled(plan.config, widened(model.state_dict(), dtype, memo)),
+        assembled(converted.config, widened(model.state_dict(), dtype, memo)),
         tokens_BT,
-        plan,
+        converted,
     )
 
 
-def with_new_modules(plan: Plan, *, seed: int) -> LoopedLM:
+def with_new_modules(converted: Converted, *, seed: int) -> LoopedLM:
     """The result; parameters that the plan leaves out get the values of a fresh model."""
     with torch.device("meta"):
-        model = LoopedLM(plan.config)
-    missing = model.state_dict().keys() - plan.tensors.keys()
-    unknown = plan.tensors.keys() - model.state_dict().keys()
+        model = LoopedLM(converted.config)
+    missing = model.state_dict().keys() - converted.tensors.keys()
+    unknown = converted.tensors.keys() - model.state_dict().keys()
     assert not unknown, f"the result has no {sorted(unknown)[:3]}"
-    tensors, like = dict(plan.tensors), plan.tensors["embedding.weight"]
+    tensors, like = dict(converted.tensors), converted.tensors["embedding.weight"]
     for part in sorted({name.partition(".")[0] for name in missing}):
         module = model.get_submodule(part).to_empty(device="cpu")
-        init_weights(module, plan.config, seed=seed, prefix=part)
+        init_weights(module, converted.config, seed=seed, prefix=part)
         fresh = {f"{part}.{name}": t.to(like.dtype) for name, t in module.state_dict().items()}
         tensors |= {name: t for name, t in fresh.items() if name in missing}
-    return assembled(plan.config, tensors)
+    return assembled(converted.config, tensors)
 
 
 def assembled(config: ModelConfig, tensors: Mapping[str, Tensor]) -> LoopedLM:
@@ -273,13 +277,13 @@ def assembled(config: ModelConfig, tensors: Mapping[str, Tensor]) -> LoopedLM:
     return model.eval()
 
 
-def _check_no_window(method: str, *, core: str | None, core_layers: int | None) -> None:
+def _check_no_core(method: str, *, core: str | None, core_layers: int | None) -> None:
     for name, value in (("core", core), ("core_layers", core_layers)):
         if value is not None:
             raise ValueError(f"{name}={value} has no effect with the method '{method}'. Remove it.")
 
 
-def _window(
+def _core_range(
     base: LoopedLM,
     tokenizer: Tokenizer | None,
     *,
@@ -287,10 +291,10 @@ def _window(
     core: str | None,
     core_layers: int | None,
     texts: Path | None,
-) -> tuple[Window | None, WindowCurve | None]:
-    """The window that was given, or the one that the base's curve proposes; None for none."""
-    if not method_named(method).takes_window:
-        _check_no_window(method, core=core, core_layers=core_layers)
+) -> tuple[CoreRange | None, CoreCurve | None]:
+    """The core that was given, or the one that the base's curve proposes; None for none."""
+    if not method_named(method).takes_core:
+        _check_no_core(method, core=core, core_layers=core_layers)
         return None, None
     check_dense(base.config)
     if core is not None:
@@ -299,14 +303,14 @@ def _window(
                 f"core={core} and core_layers={core_layers}: give the layers, or how many to "
                 "propose."
             )
-        return read_window(core, len(block_places(base.config))), None
+        return read_core_range(core, len(block_places(base.config))), None
     if tokenizer is None:
         raise ValueError(
             f"the base has no {TOKENIZER_FILE}, so its layers cannot be looked at on text. Give "
             "the core as a:b."
         )
     wide = assembled(base.config, widened(base.state_dict(), torch.float32, {}))
-    curve = measure_window(wide, tokenizer, texts=texts, num_layers=core_layers)
+    curve = measure_core(wide, tokenizer, texts=texts, num_layers=core_layers)
     return curve.proposed, curve
 
 
@@ -360,24 +364,24 @@ def _write_records(report: ConversionReport, folder: Path, *, source: Path, seed
     values = {
         "method": report.method,
         "options": report.options.to_dict(),
-        "core": None if report.window is None else list(report.window),
+        "core": None if report.core_range is None else list(report.core_range),
         "core_is_proposed": report.curve is not None,
         "seed": seed,
         "base_sha256": hash_files(source / name for name in (CONFIG_FILE, WEIGHTS_FILE)),
         "new_parameters": sum(report.new_parameters.values()),
         "compared_on": report.compared_on,
         "compared_in": report.result.compared_in,
-        **as_json(report.result.plan, report.result.comparisons),
+        **as_json(report.result.converted, report.result.comparisons),
     }
     (folder / EQUALITY_FILE).write_text(dump_json(values), encoding="utf-8")
     if report.curve is not None:
-        (folder / WINDOW_FILE).write_text(dump_json(report.curve.as_json()), encoding="utf-8")
+        (folder / CORE_FILE).write_text(dump_json(report.curve.as_json()), encoding="utf-8")
         _plot(report.curve, folder / PLOT_FILE)
 
 
-def _plot(curve: WindowCurve, path: Path) -> None:
+def _plot(curve: CoreCurve, path: Path) -> None:
     try:
-        image = window_png(curve.distances, core=curve.proposed, knees=curve.knees)
+        image = core_png(curve.distances, core=curve.proposed, knees=curve.knees)
     except ImportError as error:
         warnings.warn(f"no {PLOT_FILE}: {error}", stacklevel=2)
         return

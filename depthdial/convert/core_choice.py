@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthdial.convert.base_model import Window, block_places
+from depthdial.convert.base_model import CoreRange, block_places
 from depthdial.convert.equality import run_layers
 from depthdial.data.corpora import corpus_names, read_corpus
 from depthdial.data.documents import AnyDocument, find_files, read_documents
@@ -37,7 +37,7 @@ MIN_LAYERS = 3
 
 
 @dataclass(frozen=True)
-class WindowCurve:
+class CoreCurve:
     """Angular distance that each layer of a base turns the hidden states by.
 
     Fields:
@@ -48,14 +48,14 @@ class WindowCurve:
     """
 
     distances: tuple[float, ...]
-    knees: Window
-    proposed: Window
+    knees: CoreRange
+    proposed: CoreRange
     num_texts: int
     num_tokens: int
     source: str
 
     def as_json(self) -> dict[str, Any]:
-        """What window.json says."""
+        """What core_choice.json says."""
         return {
             "measure": "arccos(cos(h_l, h_l+1)) / pi, mean over tokens",
             "distances": list(self.distances),
@@ -67,19 +67,19 @@ class WindowCurve:
         }
 
 
-def measure_window(
+def measure_core(
     model: LoopedLM,
     tokenizer: Tokenizer,
     *,
     texts: Path | None = None,
     num_layers: int | None = None,
     num_texts: int = NUM_TEXTS,
-) -> WindowCurve:
-    """Curve of a dense model and the window it proposes.
+) -> CoreCurve:
+    """Curve of a dense model and the core it proposes.
 
     Args:
         texts: file or folder of text; None for the embedded corpus.
-        num_layers: of the window; None for all between the knees.
+        num_layers: of the core; None for all between the knees.
         num_texts: how many pieces of text to read.
 
     Raises: ValueError for too little text, or a model of fewer than three layers.
@@ -90,13 +90,13 @@ def measure_window(
             f"the base has {count} layers, too few for a prelude, a core and a coda. Give "
             "the core as a:b."
         )
-    pieces = read_pieces(texts, num_texts, purpose="the proposal of a window")
+    pieces = read_pieces(texts, num_texts, purpose="the proposal of a core")
     limit = min(PIECE_TOKENS, model.config.max_context)
     opening = list(tokenizer.opening_ids)
     rows = [[*opening, *ids][:limit] for ids in tokenizer.encode_batch(pieces)]
     distances = layer_distances(model, rows)
     knees = between_knees(distances)
-    return WindowCurve(
+    return CoreCurve(
         distances=tuple(distances),
         knees=knees,
         proposed=knees if num_layers is None else calmest(distances, knees, num_layers),
@@ -157,18 +157,18 @@ def angular_distance(first_BTD: Tensor, second_BTD: Tensor) -> Tensor:
     return 2 * torch.atan2(across, along) / math.pi
 
 
-def between_knees(distances: Sequence[float]) -> Window:
-    """The window between the two knees of a curve that falls, stays low and rises again.
+def between_knees(distances: Sequence[float]) -> CoreRange:
+    """The core between the two knees of a curve that falls, stays low and rises again.
 
     Each side, from its end to the lowest point, is bent most where it lies farthest below its
     chord (the Kneedle criterion, without its smoothing).
     """
     lowest = int(np.argmin(distances))
     falling, rising = distances[: lowest + 1], distances[lowest:][::-1]
-    return Window(_knee(falling), len(distances) - _knee(rising))
+    return CoreRange(_knee(falling), len(distances) - _knee(rising))
 
 
-def calmest(distances: Sequence[float], within: Window, num_layers: int) -> Window:
+def calmest(distances: Sequence[float], within: CoreRange, num_layers: int) -> CoreRange:
     """The run of `num_layers` layers that turns the states least in all.
 
     Raises: ValueError for more layers than there are in `within`, or none.
@@ -181,7 +181,7 @@ def calmest(distances: Sequence[float], within: Window, num_layers: int) -> Wind
         )
     starts = range(within.start, within.end - num_layers + 1)
     start = min(starts, key=lambda a: sum(distances[a : a + num_layers]))
-    return Window(start, start + num_layers)
+    return CoreRange(start, start + num_layers)
 
 
 def _knee(falling: Sequence[float]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthdial.convert.base_model import Plan, block_places
+from depthdial.convert.base_model import Converted, block_places
 from depthdial.model.looped_lm import LoopedLM
 
 TOLERANCE = 1e-4
@@ -61,29 +61,31 @@ class Comparison:
         return self.max_abs <= TOLERANCE
 
 
-def is_kept(plan: Plan, comparisons: Sequence[Comparison]) -> bool:
+def is_kept(converted: Converted, comparisons: Sequence[Comparison]) -> bool:
     """Whether the plan's promise holds in every comparison."""
-    if plan.promises == "none":
+    if converted.promises == "none":
         return True
-    return all(x.is_identical if plan.promises == "bits" else x.is_close for x in comparisons)
+    return all(x.is_identical if converted.promises == "bits" else x.is_close for x in comparisons)
 
 
 @torch.no_grad()
-def compare(base: LoopedLM, result: LoopedLM, tokens_BT: Tensor, plan: Plan) -> list[Comparison]:
+def compare(
+    base: LoopedLM, result: LoopedLM, tokens_BT: Tensor, converted: Converted
+) -> list[Comparison]:
     """Both models at every pair of loop counts that the plan names.
 
     Layers are compared at the first pair.
     Raises: ValueError for logits that are no finite numbers, of which nothing can be said.
     """
     comparisons = []
-    for pair in plan.pairs:
+    for pair in converted.pairs:
         expected_BTV, expected_layers = run_layers(base, tokens_BT, pair.base)
         given_BTV, given_layers = run_layers(result, tokens_BT, pair.result)
         _check_finite("base", expected_BTV, pair.base)
         _check_finite("result", given_BTV, pair.result)
         layers: tuple[LayerDifference, ...] = ()
-        if pair == plan.pairs[0]:
-            layers = _layer_differences(expected_layers, given_layers, matching=plan.matching)
+        if pair == converted.pairs[0]:
+            layers = _layer_differences(expected_layers, given_layers, matching=converted.matching)
         comparisons.append(
             Comparison(
                 base_loops=pair.base,
@@ -111,12 +113,12 @@ def _check_finite(whose: str, logits_BTV: Tensor, num_loops: int) -> None:
     )
 
 
-def check_promise(name: str, plan: Plan, comparisons: Sequence[Comparison]) -> None:
+def check_promise(name: str, converted: Converted, comparisons: Sequence[Comparison]) -> None:
     """Refuse a result that is not what its method promises. Raises: ValueError."""
-    if is_kept(plan, comparisons):
+    if is_kept(converted, comparisons):
         return
     worst = max(comparisons, key=lambda x: x.max_abs)
-    wanted = "bit for bit" if plan.promises == "bits" else f"within {TOLERANCE:g}"
+    wanted = "bit for bit" if converted.promises == "bits" else f"within {TOLERANCE:g}"
     raise ValueError(
         f"'{name}' promises to equal the base {wanted} at {worst.num_loops} loops, but logits "
         f"differ by up to {worst.max_abs:.3g} (mean KL {worst.mean_kl:.3g} nats). Nothing was "
@@ -175,13 +177,13 @@ def widened(
     return wide
 
 
-def as_json(plan: Plan, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def as_json(converted: Converted, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """What equality.json says of promise and measurement."""
     return {
         "promise": {"bits": "identical", "close": f"within {TOLERANCE:g}"}.get(
-            plan.promises, "none"
+            converted.promises, "none"
         ),
-        "why_none": plan.why_not or None,
+        "why_none": converted.why_not or None,
         "tolerance": TOLERANCE,
         "compared": [
             {

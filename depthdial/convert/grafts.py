@@ -19,9 +19,9 @@ from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, Modulation
 from depthdial.convert.base_model import (
     BaseModel,
     Block,
+    Converted,
+    CoreRange,
     LoopPair,
-    Plan,
-    Window,
     looped_config,
     placed,
 )
@@ -42,16 +42,18 @@ DEFAULT_DELTA_RANK = 16
 DEFAULT_MODULATION = 256
 
 
-def retrofitted_recurrence(base: BaseModel, window: Window, options: RecurrenceOptions) -> Plan:
+def retrofitted_recurrence(
+    base: BaseModel, core_range: CoreRange, options: RecurrenceOptions
+) -> Converted:
     """z = W [s; h] before a core of plain layers, W = [0 | I] (arXiv 2511.07384).
 
     Raises: ValueError for more layers below or above the core than the base has there.
     """
     blocks, d_model = base.blocks(), base.config.d_model
-    below, above = blocks[: window.start], blocks[window.end :]
-    prelude = _kept(below, options.prelude, "prelude", where=f"below the core {window}")
-    coda = _kept(above, options.coda, "coda", where=f"above the core {window}")
-    parts = below[:prelude], blocks[window.start : window.end], above[len(above) - coda :]
+    below, above = blocks[: core_range.start], blocks[core_range.end :]
+    prelude = _kept(below, options.prelude, "prelude", where=f"below the core {core_range}")
+    coda = _kept(above, options.coda, "coda", where=f"above the core {core_range}")
+    parts = below[:prelude], blocks[core_range.start : core_range.end], above[len(above) - coda :]
     is_random = options.initial_state == "random"
     loop = LoopConfig(
         update="replace",
@@ -64,9 +66,9 @@ def retrofitted_recurrence(base: BaseModel, window: Window, options: RecurrenceO
     adapter = torch.cat([torch.zeros(d_model, d_model), torch.eye(d_model)], dim=1).to(dtype)
     tensors = base.other_tensors() | placed(*parts) | {"injection.adapter.weight": adapter}
     num_dropped = len(below) - prelude + len(above) - coda
-    kept = [*range(prelude), *range(window.start, window.end)]
+    kept = [*range(prelude), *range(core_range.start, core_range.end)]
     kept += range(len(blocks) - coda, len(blocks))
-    return Plan(
+    return Converted(
         config=config,
         tensors=tensors,
         pairs=_from_one(options.max_loops),
@@ -76,26 +78,30 @@ def retrofitted_recurrence(base: BaseModel, window: Window, options: RecurrenceO
     )
 
 
-def decay_gate(base: BaseModel, window: Window, options: DecayGateOptions, *, seed: int) -> Plan:
+def decay_gate(
+    base: BaseModel, core_range: CoreRange, options: DecayGateOptions, *, seed: int
+) -> Converted:
     """The gate with its published start: log_decay = log(1..D), up uniform, log-uniform steps."""
     loop = LoopConfig(update="decay_gate", gate_rank=_gate_rank(base.config, options))
-    plan = looped(base, window, loop=loop, max_loops=options.max_loops)
+    converted = looped(base, core_range, loop=loop, max_loops=options.max_loops)
     dtype = base.tensors["embedding.weight"].dtype
     start = published_decay_gate(base.config.d_model, _gate_rank(base.config, options), seed=seed)
-    tensors = dict(plan.tensors) | {name: tensor.to(dtype) for name, tensor in start.items()}
+    tensors = dict(converted.tensors) | {name: tensor.to(dtype) for name, tensor in start.items()}
     why_not = "the gate starts nearly closed in most channels"
-    return Plan(plan.config, tensors, ONE_LOOP, "none", why_not=why_not)
+    return Converted(converted.config, tensors, ONE_LOOP, "none", why_not=why_not)
 
 
-def decay_gate_ungated_first(base: BaseModel, window: Window, options: DecayGateOptions) -> Plan:
+def decay_gate_ungated_first(
+    base: BaseModel, core_range: CoreRange, options: DecayGateOptions
+) -> Converted:
     """The same gate, without effect in the first pass and at 0.95 in the later ones."""
     rank = _gate_rank(base.config, options)
     loop = LoopConfig(update="decay_gate", gate_rank=rank, gate_bypass="first_only")
-    return looped(base, window, loop=loop, max_loops=options.max_loops)
+    return looped(base, core_range, loop=loop, max_loops=options.max_loops)
 
 
-def elr_graft(base: BaseModel, window: Window, options: ELROptions) -> Plan:
-    """ELR's gate and modulation (arXiv 2610.12582) on a window, without re-injection.
+def elr_graft(base: BaseModel, core_range: CoreRange, options: ELROptions) -> Converted:
+    """ELR's gate and modulation (arXiv 2610.12582) on a core, without re-injection.
 
     The heads start at zero, so that no pass after the first moves the state.
     """
@@ -104,20 +110,22 @@ def elr_graft(base: BaseModel, window: Window, options: ELROptions) -> Plan:
         gate_bypass="first_only" if options.start == "ungated_first" else "never",
         gamma_init=BETA_ONE_GAMMA if options.start == "beta_one" else 0.0,
     )
-    plan = looped(base, window, loop=loop, max_loops=options.max_loops)
+    converted = looped(base, core_range, loop=loop, max_loops=options.max_loops)
     modulation = ModulationConfig(d_cond=options.d_cond, rank=options.rank)
-    config = plan.config.replace(modulation=modulation)
-    tensors = dict(plan.tensors)
+    config = converted.config.replace(modulation=modulation)
+    tensors = dict(converted.tensors)
     if options.start == "beta_one":
         tensors |= _open_gamma(config)
     pairs = _from_one(options.max_loops)
     if options.start == "plain":
         why_not = "the gate starts at 0.3466 in the first pass"
-        return Plan(config, tensors, pairs, "none", why_not=why_not)
-    return Plan(config, tensors, pairs, "bits" if options.start == "ungated_first" else "close")
+        return Converted(config, tensors, pairs, "none", why_not=why_not)
+    return Converted(
+        config, tensors, pairs, "bits" if options.start == "ungated_first" else "close"
+    )
 
 
-def elastic_fixed(base: BaseModel, window: None, options: ElasticFixedOptions) -> Plan:
+def elastic_fixed(base: BaseModel, core_range: None, options: ElasticFixedOptions) -> Converted:
     """Gate and conditioning that start as identity at every loop of a model that loops already.
 
     A gate is grafted where each pass replaces the state; conditioning where there is none.
@@ -157,7 +165,7 @@ def elastic_fixed(base: BaseModel, window: None, options: ElasticFixedOptions) -
         tensors |= copied_norms(sublayers, result.loop_lora.num_sets)
     native = config.num_loops
     loops = dict.fromkeys((native, 1, config.max_loops))
-    return Plan(result, tensors, tuple(LoopPair(k, k) for k in loops), "close")
+    return Converted(result, tensors, tuple(LoopPair(k, k) for k in loops), "close")
 
 
 def published_decay_gate(d_model: int, rank: int, *, seed: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Methods that store low-rank differences of the core's matrices by loop.
 
 `relaxed-recursive` finds them by truncated SVD between tied layers and the layers that they stand
-for; `later-deltas` and `joint-deltas` start them at zero beside an untouched window.
+for; `later-deltas` and `joint-deltas` start them at zero beside an untouched core.
 Letters: I inputs, O outputs, R low rank, N stored sets. B passes over tied layers.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthdial.config import LoopConfig, LoopLoraConfig
-from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window
+from depthdial.convert.base_model import BaseModel, Converted, CoreRange, LoopPair
 from depthdial.convert.methods import DeltaOptions, RelaxedOptions
 from depthdial.convert.tying import looped, tied
 
@@ -21,9 +21,9 @@ NORMS = ("norm.weight", "post_norm.weight", "mixer.q_norm.weight", "mixer.k_norm
 Sublayer = Mapping[str, Tensor]
 
 
-def relaxed_recursive(base: BaseModel, window: Window, options: RelaxedOptions) -> Plan:
+def relaxed_recursive(base: BaseModel, core_range: CoreRange, options: RelaxedOptions) -> Converted:
     """Tied layers W' with W_l - W' of every loop cut to rank R (arXiv 2410.20672), scale 1."""
-    config, tensors, sources = tied(base, window, options)
+    config, tensors, sources = tied(base, core_range, options)
     shared = core_sublayers(tensors, config.split[1])
     wanted = _wanted_sublayers(base, sources)
     full = _full_rank(shared)
@@ -46,17 +46,17 @@ def relaxed_recursive(base: BaseModel, window: Window, options: RelaxedOptions) 
         why_not = f"loops share {', '.join(left)}, which the layers had for themselves"
     promises = "none" if why_not else "close"
     pairs = (LoopPair(1, options.num_loops),)
-    return Plan(config, tensors, pairs, promises, why_not=why_not)
+    return Converted(config, tensors, pairs, promises, why_not=why_not)
 
 
-def later_deltas(base: BaseModel, window: Window, options: DeltaOptions) -> Plan:
-    """Pass 1 is the base's window; later passes have differences of their own and a rate."""
-    return _with_sets(base, window, options, sets_by_loop=(-1, 0))
+def later_deltas(base: BaseModel, core_range: CoreRange, options: DeltaOptions) -> Converted:
+    """Pass 1 is the base's core; later passes have differences of their own and a rate."""
+    return _with_sets(base, core_range, options, sets_by_loop=(-1, 0))
 
 
-def joint_deltas(base: BaseModel, window: Window, options: DeltaOptions) -> Plan:
+def joint_deltas(base: BaseModel, core_range: CoreRange, options: DeltaOptions) -> Converted:
     """One set of differences for pass 1, one for the later passes, and a rate for these."""
-    return _with_sets(base, window, options, sets_by_loop=(0, 1))
+    return _with_sets(base, core_range, options, sets_by_loop=(0, 1))
 
 
 def truncated_svd(difference_OI: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -97,18 +97,20 @@ def copied_norms(sublayers: Sequence[Sublayer], num_sets: int) -> dict[str, Tens
 
 
 def _with_sets(
-    base: BaseModel, window: Window, options: DeltaOptions, *, sets_by_loop: tuple[int, ...]
-) -> Plan:
+    base: BaseModel, core_range: CoreRange, options: DeltaOptions, *, sets_by_loop: tuple[int, ...]
+) -> Converted:
     loop = LoopConfig(update="delta", delta_init=options.rate, gate_bypass="first_only")
-    plan = looped(base, window, loop=loop, max_loops=options.max_loops)
+    converted = looped(base, core_range, loop=loop, max_loops=options.max_loops)
     has_norms = options.norms == "own"
     deltas = LoopLoraConfig(rank=options.rank, sets_by_loop=sets_by_loop, norms=has_norms)
-    tensors = dict(plan.tensors)
-    sublayers = core_sublayers(tensors, plan.config.split[1])
+    tensors = dict(converted.tensors)
+    sublayers = core_sublayers(tensors, converted.config.split[1])
     _check_rank(options.rank, _full_rank(sublayers))
     if has_norms:
         tensors |= copied_norms(sublayers, deltas.num_sets)
-    return Plan(plan.config.replace(loop_lora=deltas), tensors, plan.pairs, plan.promises)
+    return Converted(
+        converted.config.replace(loop_lora=deltas), tensors, converted.pairs, converted.promises
+    )
 
 
 def _wanted_sublayers(

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from depthdial.config import LoopConfig, LoopLoraConfig
-from depthdial.convert.base_model import BaseModel, LoopPair, Plan, Window, check_dense
+from depthdial.convert.base_model import BaseModel, Converted, CoreRange, LoopPair, check_dense
 from depthdial.convert.methods import MergeOptions
 from depthdial.model.checkpoint import used_formats
 
 PREFIX = "loop_lora."
 
 
-def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptions) -> Plan:
+def merge_first_pass(
+    base: BaseModel, core_range: CoreRange | None, options: MergeOptions
+) -> Converted:
     """W + up down and the norms of the first pass's set in place of the core's own.
 
     Raises: ValueError for a model without stored differences, or whose first pass is more than
@@ -57,7 +59,7 @@ def merge_first_pass(base: BaseModel, window: Window | None, options: MergeOptio
         # Matrices that meet the same states share a format.
         formats = used_formats(tensors)
         tensors = {name: t.to(formats[name]) for name, t in tensors.items()}
-    return Plan(config, tensors, (LoopPair(1, 1),), "close")
+    return Converted(config, tensors, (LoopPair(1, 1),), "close")
 
 
 def _merged(base: BaseModel, deltas: LoopLoraConfig, set_idx: int) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 What each does with the weights is in `tying.py`, `low_rank.py` and `grafts.py`; `convert.py`
 runs them. Nothing here needs torch, so that the command line can list it at once.
-K is the largest loop count that the result is meant for, L the layers of a window, B the passes
+K is the largest loop count that the result is meant for, L the layers of a core, B the passes
 over tied layers.
 """
 
@@ -29,14 +29,14 @@ class ElasticOptions(StrictConfig):
     """Largest loop count that the result is meant for."""
 
 
-class LoopWindowOptions(ElasticOptions):
+class LoopCoreOptions(ElasticOptions):
     """Options of `loop-window` and `damped`."""
 
     cache_policy: CachePolicy = "per_loop"
     """Which keys and values persist between calls."""
 
 
-class DampedOptions(LoopWindowOptions):
+class DampedOptions(LoopCoreOptions):
     """Options of `damped`."""
 
     cache_policy: CachePolicy = "stash_first"
@@ -55,7 +55,7 @@ class TyingOptions(StrictConfig):
     """Options of `tie-layers`."""
 
     num_loops: Annotated[int, Field(ge=2)] = 2
-    """Passes over the tied layers; divides the layers of the window."""
+    """Passes over the tied layers; divides the layers of the core."""
     selection: Selection = "stepwise"
     """Which layers the tied ones are: evenly spaced ones with the first and the last, the mean of
     those that are tied together, or the lowest."""
@@ -160,14 +160,14 @@ class Method:
     """Where the result is to be compared with the base."""
     promise: str
     """What is equal there before any training; `none: ...` where nothing is, and why."""
-    takes_window: bool = True
-    """Works on a window of a dense model; otherwise on a model that loops already."""
+    takes_core: bool = True
+    """Works on a core of a dense model; otherwise on a model that loops already."""
 
 
 METHODS: dict[str, Method] = {
     "loop-window": Method(
-        "loop the window as it is, no training needed to run it",
-        LoopWindowOptions,
+        "loop the core as it is, no training needed to run it",
+        LoopCoreOptions,
         "k = 1",
         "bit for bit",
     ),
@@ -236,14 +236,14 @@ METHODS: dict[str, Method] = {
         ElasticFixedOptions,
         "the base's own k",
         "1e-4",
-        takes_window=False,
+        takes_core=False,
     ),
     "merge-first-pass": Method(
         "the dense model that pass 1 is, its differences added to the weights",
         MergeOptions,
         "k = 1",
         "1e-4",
-        takes_window=False,
+        takes_core=False,
     ),
 }
 """Method by the name that the command line knows it by.

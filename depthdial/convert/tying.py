@@ -1,7 +1,7 @@
-"""Methods without new parameters: loop a window as it is, or tie its layers to fewer ones.
+"""Methods without new parameters: loop a core as it is, or tie its layers to fewer ones.
 
 Low-rank differences between the loops of tied layers are in `low_rank.py`.
-L layers of a window, B passes, M = L / B tied layers.
+L layers of a core, B passes, M = L / B tied layers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from depthdial.config import LoopConfig, ModelConfig
 from depthdial.convert.base_model import (
     BaseModel,
     Block,
+    Converted,
+    CoreRange,
     LoopPair,
-    Plan,
-    Window,
     check_alike,
     looped_config,
     placed,
@@ -25,7 +25,7 @@ from depthdial.convert.base_model import (
 from depthdial.convert.methods import (
     AnchoredOptions,
     DampedOptions,
-    LoopWindowOptions,
+    LoopCoreOptions,
     Order,
     Selection,
     TyingOptions,
@@ -34,29 +34,29 @@ from depthdial.convert.methods import (
 ONE_LOOP = (LoopPair(1, 1),)
 
 
-def loop_window(base: BaseModel, window: Window, options: LoopWindowOptions) -> Plan:
-    """Repeat the window's layers as they are; one loop is the base."""
+def loop_core(base: BaseModel, core_range: CoreRange, options: LoopCoreOptions) -> Converted:
+    """Repeat the core's layers as they are; one loop is the base."""
     loop = LoopConfig(update="replace", cache_policy=options.cache_policy)
-    return looped(base, window, loop=loop, max_loops=options.max_loops)
+    return looped(base, core_range, loop=loop, max_loops=options.max_loops)
 
 
-def damped(base: BaseModel, window: Window, options: DampedOptions) -> Plan:
+def damped(base: BaseModel, core_range: CoreRange, options: DampedOptions) -> Converted:
     """x <- (1 - 1/k) x + g(x) / k, k times (arXiv 2605.23872)."""
     loop = LoopConfig(update="damped", cache_policy=options.cache_policy)
-    return looped(base, window, loop=loop, max_loops=options.max_loops)
+    return looped(base, core_range, loop=loop, max_loops=options.max_loops)
 
 
-def anchored(base: BaseModel, window: Window, options: AnchoredOptions) -> Plan:
+def anchored(base: BaseModel, core_range: CoreRange, options: AnchoredOptions) -> Converted:
     """a g(x_0) + (1 - a) times the damped result (arXiv 2605.23872)."""
     loop = LoopConfig(update="anchored", anchor=options.anchor, cache_policy=options.cache_policy)
-    return looped(base, window, loop=loop, max_loops=options.max_loops)
+    return looped(base, core_range, loop=loop, max_loops=options.max_loops)
 
 
-def tie_layers(base: BaseModel, window: Window, options: TyingOptions) -> Plan:
+def tie_layers(base: BaseModel, core_range: CoreRange, options: TyingOptions) -> Converted:
     """M layers in place of L, each run B times (arXiv 2410.20672, 2507.10524)."""
-    config, tensors, _ = tied(base, window, options)
-    count, num_loops = window.end - window.start, options.num_loops
-    return Plan(
+    config, tensors, _ = tied(base, core_range, options)
+    count, num_loops = core_range.end - core_range.start, options.num_loops
+    return Converted(
         config=config,
         tensors=tensors,
         pairs=(LoopPair(1, num_loops),),
@@ -65,34 +65,40 @@ def tie_layers(base: BaseModel, window: Window, options: TyingOptions) -> Plan:
     )
 
 
-def looped(base: BaseModel, window: Window, *, loop: LoopConfig, max_loops: int) -> Plan:
-    """The window as the core, its weights unchanged, under some rule that is exact at one loop."""
+def looped(
+    base: BaseModel, core_range: CoreRange, *, loop: LoopConfig, max_loops: int
+) -> Converted:
+    """The chosen blocks as the core, weights unchanged, under a rule that is exact at one loop."""
     blocks = base.blocks()
-    parts = blocks[: window.start], blocks[window.start : window.end], blocks[window.end :]
+    parts = (
+        blocks[: core_range.start],
+        blocks[core_range.start : core_range.end],
+        blocks[core_range.end :],
+    )
     config = looped_config(base.config, *parts, loop=loop, max_loops=max_loops)
-    return Plan(config, base.other_tensors() | placed(*parts), ONE_LOOP, "bits")
+    return Converted(config, base.other_tensors() | placed(*parts), ONE_LOOP, "bits")
 
 
 def tied(
-    base: BaseModel, window: Window, options: TyingOptions
+    base: BaseModel, core_range: CoreRange, options: TyingOptions
 ) -> tuple[ModelConfig, dict[str, Tensor], list[list[int]]]:
     """Config and tensors with tied layers, and the base layers that each of them stands for.
 
     The layers of one tied layer are listed by loop.
-    Raises: ValueError if the passes do not divide the window, or its layers differ in kind.
+    Raises: ValueError if the passes do not divide the core, or its layers differ in kind.
     """
     blocks = base.blocks()
-    check_alike(blocks, window)
-    count, num_loops = window.end - window.start, options.num_loops
+    check_alike(blocks, core_range)
+    count, num_loops = core_range.end - core_range.start, options.num_loops
     if count % num_loops:
         raise ValueError(
-            f"the window {window} has {count} layers, which {num_loops} passes do not divide. "
-            f"Choose a window of a multiple of {num_loops} layers, or another num_loops."
+            f"the core {core_range} has {count} layers, which {num_loops} passes do not divide. "
+            f"Choose a core of a multiple of {num_loops} layers, or another num_loops."
         )
     groups = tied_groups(count // num_loops, num_loops, order=options.order)
-    inside = blocks[window.start : window.end]
+    inside = blocks[core_range.start : core_range.end]
     core = select(inside, groups, options.selection)
-    parts = blocks[: window.start], core, blocks[window.end :]
+    parts = blocks[: core_range.start], core, blocks[core_range.end :]
     has_segments = options.order == "sequence" and len(core) > 1
     config = looped_config(
         base.config,
@@ -102,12 +108,12 @@ def tied(
         num_loops=num_loops,
         segments=[len(block.layout) for block in core] if has_segments else [],
     )
-    sources = [[window.start + layer for layer in group] for group in groups]
+    sources = [[core_range.start + layer for layer in group] for group in groups]
     return config, base.other_tensors() | placed(*parts), sources
 
 
 def tied_groups(num_tied: int, num_loops: int, *, order: Order) -> list[list[int]]:
-    """Layers of the window that each tied layer stands for, by loop.
+    """Layers of the core that each tied layer stands for, by loop.
 
     cycle: loop i of tied layer j is layer i M + j; sequence: layer j B + i.
     """

@@ -1,8 +1,8 @@
 """Loss of the same documents at every loop count, kept per document.
 
 Intervals and verdicts are in `stats.py`, what each loop costs in `latency.py`, rows of text in
-`windows.py`. Loop counts that training never ran are evaluated too and marked; which those are is
-told by the caller.
+`document_rows.py`. Loop counts that training never ran are evaluated too and marked; which those
+are is told by the caller.
 Letters: K swept loop counts, N documents, P dependency depths, B rows, T tokens.
 """
 
@@ -26,8 +26,8 @@ from depthdial.data.pointer_chains import PointerChains
 from depthdial.data.shards import TokenDocument
 from depthdial.data.synthetic import count_by_depth
 from depthdial.disk import write_synced
+from depthdial.eval.document_rows import document_rows
 from depthdial.eval.scoring import Precision, check_scoring, token_logprobs
-from depthdial.eval.windows import windows
 from depthdial.model.looped_lm import LoopedLM
 
 LOOPS_BEYOND_TRAINING = 2
@@ -241,7 +241,7 @@ def sweep_documents(
     if empty:
         raise ValueError(f"{len(empty)} documents have no token to score, first '{empty[0]}'.")
     check_scoring(rows_per_forward=rows_per_forward, precision=precision)
-    rows = list(windows(documents, context=context, stride=stride, start_id=start_id))
+    rows = list(document_rows(documents, context=context, stride=stride, start_id=start_id))
     nll_KN = np.zeros((len(loops), len(documents)))
     for start in range(0, len(rows), rows_per_forward):
         part = rows[start : start + rows_per_forward]

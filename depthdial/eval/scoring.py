@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens at one loop count: batched, padded, common prefixes read once.
 
-Which rows a document makes is in `windows.py`; what losses mean for a curve is in `depth_sweep.py`.
+Which rows a document makes is in `document_rows.py`; what losses mean for a curve is in
+`depth_sweep.py`.
 Letters: B rows, T tokens, V vocabulary.
 """
 

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 SIZE = (7.2, 3.3)
 
 
-def window_svg(
+def core_svg(
     distances: Sequence[float],
     core: tuple[int, int],
     knees: tuple[int, int],
     *,
     prefix: str,
 ) -> str:
-    """The curve for an HTML page; see `window_png`."""
-    return to_svg(SIZE, lambda axes: draw_window(axes, distances, core, knees), prefix=prefix)
+    """The curve for an HTML page; see `core_png`."""
+    return to_svg(SIZE, lambda axes: draw_core(axes, distances, core, knees), prefix=prefix)
 
 
-def window_png(
+def core_png(
     distances: Sequence[float],
     core: tuple[int, int],
     knees: tuple[int, int],
@@ -42,14 +42,14 @@ def window_png(
     """
     figure, context = new_figure(SIZE)
     with context:
-        draw_window(figure.add_subplot(1, 1, 1), distances, core, knees)
+        draw_core(figure.add_subplot(1, 1, 1), distances, core, knees)
         buffer = io.BytesIO()
         # Software would name the installed version: equal data must give equal bytes.
         figure.savefig(buffer, format="png", dpi=150, facecolor=PAPER, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def draw_window(
+def draw_core(
     axes: Axes,
     distances: Sequence[float],
     core: tuple[int, int],

@@ -70,8 +70,8 @@ def test_a_proposed_window_is_named_with_its_figure(cli, base, tmp_path):
         "--texts", tmp_path / "text.txt",
     )  # fmt: skip
     assert code == 0, err
-    assert "proposed, see window.png" in " ".join(out.split())
-    proposed = json.loads((tmp_path / "out" / "window.json").read_text())["proposed"]
+    assert "proposed, see core_choice.png" in " ".join(out.split())
+    proposed = json.loads((tmp_path / "out" / "core_choice.json").read_text())["proposed"]
     assert proposed[1] - proposed[0] == 2
 
 
@@ -89,7 +89,7 @@ def test_a_looped_model_becomes_elastic(cli, tmp_path):
     [
         (("--core", "1:5"), 2, "give --method and one of loop-window, damped"),
         (("--method", "elr"), 2, "invalid choice"),
-        (("--method", "loop-window", "--core", "9:12"), 1, "core '9:12' is no window"),
+        (("--method", "loop-window", "--core", "9:12"), 1, "core '9:12' is no core"),
         (("--method", "loop-window", "--core-layers", "two"), 2, "needs a whole number"),
         (("--method", "loop-window", "--seed", "x"), 2, "--seed needs a whole number"),
         (("--method", "loop-window", "--rate", "0.1"), 1, "rate=0.1 has no effect with"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from goldens import GOLDEN, open_golden
 
-from depthdial.convert.base_model import Plan, Window
-from depthdial.convert.convert import PLANS, convert, retrofit
+from depthdial.convert.base_model import Converted, CoreRange
+from depthdial.convert.convert import CONVERSIONS, convert, convert_model
 from depthdial.convert.methods import METHODS, method_named, read_options
 from depthdial.data.tokenizer import train_bpe
 from depthdial.model.checkpoint import load_model, save_model
@@ -77,12 +77,12 @@ def looped_folder(tmp_path_factory):
 def test_what_equals_the_base_and_where(method, options, loops, equal):
     golden = open_golden("llama")
     base, x = golden.model().eval(), golden.vectors["input_ids"]
-    result = retrofit(
-        base, x, method=method, window=Window(1, 5), options=read_options(method, options)
+    result = convert_model(
+        base, x, method=method, core_range=CoreRange(1, 5), options=read_options(method, options)
     )
-    assert result.plan.promises == equal
-    assert tuple(pair.result for pair in result.plan.pairs) == loops
-    assert bool(result.plan.why_not) == (equal == NONE)
+    assert result.converted.promises == equal
+    assert tuple(pair.result for pair in result.converted.pairs) == loops
+    assert bool(result.converted.why_not) == (equal == NONE)
     for k in loops:
         difference = (result.model(x, num_loops=k) - golden.vectors["logits"]).abs().max()
         assert (difference <= 1e-4) == (equal != NONE), f"{difference} at {k} loops"
@@ -91,12 +91,12 @@ def test_what_equals_the_base_and_where(method, options, loops, equal):
 
 
 def test_the_table_has_every_method_for_dense_models():
-    dense = {name for name, method in METHODS.items() if method.takes_window}
+    dense = {name for name, method in METHODS.items() if method.takes_core}
     assert {method for method, *_ in TABLE} == dense
 
 
 def test_every_method_is_carried_out_and_says_what_it_promises():
-    assert PLANS.keys() == METHODS.keys()
+    assert CONVERSIONS.keys() == METHODS.keys()
     for name, method in METHODS.items():
         stated = {equal for other, _, _, equal in TABLE if other == name}
         assert ("none" in method.promise) == (NONE in stated)
@@ -201,14 +201,14 @@ def test_a_window_that_is_not_given_is_proposed_and_drawn(folder, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT * 2000)
     out = tmp_path / "out"
     report = convert(folder, out, method="loop-window", texts=tmp_path / "text.txt")
-    curve = json.loads((out / "window.json").read_text())
+    curve = json.loads((out / "core_choice.json").read_text())
     assert curve["num_texts"] >= 256
     assert len(curve["distances"]) == 6
-    assert tuple(curve["proposed"]) == report.window == report.curve.knees
-    assert (out / "window.png").read_bytes().startswith(b"\x89PNG")
+    assert tuple(curve["proposed"]) == report.core_range == report.curve.knees
+    assert (out / "core_choice.png").read_bytes().startswith(b"\x89PNG")
     one = convert(folder, tmp_path / "one", method="loop-window", core_layers=1,
                   texts=tmp_path / "text.txt")  # fmt: skip
-    assert one.window.end - one.window.start == 1
+    assert one.core_range.end - one.core_range.start == 1
     assert json.loads((tmp_path / "one" / "equality.json").read_text())["core_is_proposed"]
 
 
@@ -216,17 +216,17 @@ def test_without_matplotlib_the_numbers_come_without_the_figure(folder, tmp_path
     def missing(*arguments, **options):
         raise ImportError("figures need matplotlib")
 
-    monkeypatch.setattr("depthdial.convert.convert.window_png", missing)
+    monkeypatch.setattr("depthdial.convert.convert.core_png", missing)
     (tmp_path / "text.txt").write_text(TEXT * 2000)
-    with pytest.warns(UserWarning, match="no window.png: figures need matplotlib"):
+    with pytest.warns(UserWarning, match="no core_choice.png: figures need matplotlib"):
         convert(folder, tmp_path / "out", method="loop-window", texts=tmp_path / "text.txt")
-    assert (tmp_path / "out" / "window.json").is_file()
-    assert not (tmp_path / "out" / "window.png").exists()
+    assert (tmp_path / "out" / "core_choice.json").is_file()
+    assert not (tmp_path / "out" / "core_choice.png").exists()
 
 
 def test_a_model_that_loops_already_needs_no_window_and_no_text(looped_folder, tmp_path):
     report = convert(looped_folder, tmp_path / "out", method="elastic-fixed", options=SMALL)
-    assert (report.window, report.curve) == (None, None)
+    assert (report.core_range, report.curve) == (None, None)
     record = json.loads((tmp_path / "out" / "equality.json").read_text())
     assert record["core"] is None
     assert record["compared_on"].endswith("random tokens")
@@ -234,13 +234,13 @@ def test_a_model_that_loops_already_needs_no_window_and_no_text(looped_folder, t
 
 
 def test_a_broken_promise_writes_nothing(folder, tmp_path, monkeypatch):
-    def broken(base, window, options, seed):
-        plan = PLANS["damped"](base, window, options, seed)
-        tensors = dict(plan.tensors)
+    def broken(base, core_range, options, seed):
+        converted = CONVERSIONS["damped"](base, core_range, options, seed)
+        tensors = dict(converted.tensors)
         tensors["final_norm.weight"] = 1.001 * tensors["final_norm.weight"]
-        return Plan(plan.config, tensors, plan.pairs, "close")
+        return Converted(converted.config, tensors, converted.pairs, "close")
 
-    monkeypatch.setitem(PLANS, "loop-window", broken)
+    monkeypatch.setitem(CONVERSIONS, "loop-window", broken)
     with pytest.raises(ValueError, match="'loop-window' promises to equal the base within 0.0001"):
         convert(folder, tmp_path / "out", method="loop-window", core="1:5")
     assert list(tmp_path.iterdir()) == []
@@ -251,21 +251,21 @@ def test_what_float32_rounds_away_is_compared_in_float64(monkeypatch):
     golden = open_golden("llama")
     base, x = golden.model().eval(), golden.vectors["input_ids"]
     options = read_options("relaxed-recursive", {"rank": "full"})
-    arguments = {"method": "relaxed-recursive", "window": Window(1, 5), "options": options}
-    assert retrofit(base, x, **arguments).compared_in == "float32"
+    arguments = {"method": "relaxed-recursive", "core_range": CoreRange(1, 5), "options": options}
+    assert convert_model(base, x, **arguments).compared_in == "float32"
     monkeypatch.setattr("depthdial.convert.equality.TOLERANCE", 1e-6)
-    result = retrofit(base, x, **arguments)
+    result = convert_model(base, x, **arguments)
     assert result.compared_in == "float64"
     assert result.comparisons[0].max_abs < 1e-6
     monkeypatch.setattr("depthdial.convert.equality.TOLERANCE", 1e-12)
     with pytest.raises(ValueError, match="promises to equal the base within 1e-12"):
-        retrofit(base, x, **arguments)
+        convert_model(base, x, **arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "loop-window", "core": "5:1"}, "core '5:1' is no window"),
+        ({"method": "loop-window", "core": "5:1"}, "core '5:1' is no core"),
         ({"method": "loop-window", "core": "1:5", "core_layers": 2}, "core=1:5 and core_layers=2"),
         ({"method": "elastic-fixed", "core": "1:5"}, "core=1:5 has no effect with the method"),
         ({"method": "elastic-fixed", "core_layers": 2}, "core_layers=2 has no effect with"),
@@ -280,7 +280,7 @@ def test_wrong_arguments_are_refused_and_write_nothing(folder, tmp_path, argumen
 
 
 def test_a_looped_base_is_refused_by_methods_for_dense_ones(looped_folder, tmp_path):
-    with pytest.raises(ValueError, match="a window is chosen in a dense model"):
+    with pytest.raises(ValueError, match="a core is chosen in a dense model"):
         convert(looped_folder, tmp_path / "out", method="loop-window", core="1:2")
 
 
@@ -326,8 +326,8 @@ def test_a_base_without_finite_logits_is_refused_whatever_is_promised(method):
     with torch.no_grad():
         base.embedding.weight[int(golden.vectors["input_ids"][0, 0]), 0] = torch.nan
     with pytest.raises(ValueError, match="the logits of the base at 1 loops are not all finite"):
-        retrofit(
-            base, golden.vectors["input_ids"], method=method, window=Window(1, 5),
+        convert_model(
+            base, golden.vectors["input_ids"], method=method, core_range=CoreRange(1, 5),
             options=read_options(method, {}),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The curve over layers and the window that it proposes."""
+"""The curve over layers and the core that it proposes."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from goldens import open_golden
 
-from depthdial.convert.base_model import Window
+from depthdial.convert.base_model import CoreRange
 from depthdial.convert.core_choice import (
     NUM_TEXTS,
     PIECE_CHARS,
@@ -14,12 +14,12 @@ from depthdial.convert.core_choice import (
     between_knees,
     calmest,
     layer_distances,
-    measure_window,
+    measure_core,
     read_pieces,
 )
 from depthdial.data.tokenizer import Tokenizer, train_bpe
 from depthdial.model.looped_lm import LoopedLM
-from depthdial.report.core_choice import window_png, window_svg
+from depthdial.report.core_choice import core_png, core_svg
 
 BATHTUB = [0.5, 0.2, 0.09, 0.08, 0.07, 0.08, 0.06, 0.07, 0.09, 0.1, 0.3]
 
@@ -62,31 +62,31 @@ def test_rows_of_different_lengths_count_their_own_tokens(golden):
 
 
 def test_the_window_lies_between_the_two_knees():
-    assert between_knees(BATHTUB) == Window(2, 10)
+    assert between_knees(BATHTUB) == CoreRange(2, 10)
 
 
 @pytest.mark.parametrize(
-    ("distances", "window"),
+    ("distances", "core_range"),
     [
-        ([0.5, 0.1, 0.1, 0.1, 0.1], Window(1, 5)),
-        ([0.1, 0.1, 0.1, 0.1, 0.5], Window(0, 4)),
-        ([0.1, 0.1, 0.1], Window(0, 3)),
-        ([0.9, 0.1, 0.9], Window(1, 2)),
+        ([0.5, 0.1, 0.1, 0.1, 0.1], CoreRange(1, 5)),
+        ([0.1, 0.1, 0.1, 0.1, 0.5], CoreRange(0, 4)),
+        ([0.1, 0.1, 0.1], CoreRange(0, 3)),
+        ([0.9, 0.1, 0.9], CoreRange(1, 2)),
     ],
 )
-def test_curves_without_a_side_keep_that_end(distances, window):
-    assert between_knees(distances) == window
+def test_curves_without_a_side_keep_that_end(distances, core_range):
+    assert between_knees(distances) == core_range
 
 
 def test_the_calmest_run_has_the_smallest_sum():
-    assert calmest(BATHTUB, Window(2, 10), 4) == Window(4, 8)
-    assert calmest(BATHTUB, Window(2, 10), 8) == Window(2, 10)
+    assert calmest(BATHTUB, CoreRange(2, 10), 4) == CoreRange(4, 8)
+    assert calmest(BATHTUB, CoreRange(2, 10), 8) == CoreRange(2, 10)
 
 
 @pytest.mark.parametrize("count", [0, 9])
 def test_more_layers_than_lie_between_the_knees_are_refused(count):
     with pytest.raises(ValueError, match=rf"{count} layers were asked for, .* 8 between"):
-        calmest(BATHTUB, Window(2, 10), count)
+        calmest(BATHTUB, CoreRange(2, 10), count)
 
 
 def test_the_embedded_corpus_gives_the_texts():
@@ -112,7 +112,7 @@ def test_a_model_is_measured_on_its_own_tokens(golden, tmp_path):
     (tmp_path / "text.txt").write_text("the ship sailed past the island " * 100)
     tokenizer = byte_tokenizer()
     model = golden.model(vocab_size=96)
-    curve = measure_window(model, Folded(tokenizer), texts=tmp_path, num_texts=4, num_layers=1)
+    curve = measure_core(model, Folded(tokenizer), texts=tmp_path, num_texts=4, num_layers=1)
     assert (curve.num_texts, curve.source, len(curve.distances)) == (4, tmp_path.name, 6)
     assert curve.num_tokens == 4 * min(64, model.config.max_context)
     assert curve.knees == between_knees(curve.distances)
@@ -138,16 +138,16 @@ class Folded:
 def test_two_layers_are_too_few(golden):
     model = LoopedLM(golden.config.replace(split=[0, 4, 0]))
     with pytest.raises(ValueError, match="has 2 layers, too few"):
-        measure_window(model, Folded(byte_tokenizer()))
+        measure_core(model, Folded(byte_tokenizer()))
 
 
 def test_the_figure_is_drawn_and_equal_data_give_equal_bytes():
-    image = window_png(BATHTUB, (4, 8), (2, 10))
+    image = core_png(BATHTUB, (4, 8), (2, 10))
     assert image.startswith(b"\x89PNG")
-    assert image == window_png(BATHTUB, (4, 8), (2, 10)) != window_png(BATHTUB, (2, 10), (2, 10))
+    assert image == core_png(BATHTUB, (4, 8), (2, 10)) != core_png(BATHTUB, (2, 10), (2, 10))
 
 
 def test_the_figure_for_pages_names_core_and_knees():
-    svg = window_svg(BATHTUB, (4, 8), (2, 10), prefix="w")
+    svg = core_svg(BATHTUB, (4, 8), (2, 10), prefix="w")
     assert "core 4:8" in svg and "prelude" in svg and "coda" in svg and "knee" in svg
     assert "#1c5d99" not in svg

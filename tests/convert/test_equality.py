@@ -6,7 +6,7 @@ import pytest
 import torch
 from goldens import close, open_golden
 
-from depthdial.convert.base_model import LoopPair, Plan
+from depthdial.convert.base_model import Converted, LoopPair
 from depthdial.convert.equality import (
     Comparison,
     as_json,
@@ -25,7 +25,7 @@ def golden():
 
 
 def plan_of(model, promises="close", pairs=ONE_LOOP, matching=None, why_not=""):
-    return Plan(model.config, model.state_dict(), pairs, promises, why_not, matching)
+    return Converted(model.config, model.state_dict(), pairs, promises, why_not, matching)
 
 
 def measured(max_abs=0.0, is_identical=True):
@@ -97,12 +97,12 @@ def test_the_divergence_is_that_of_the_definition():
     ],
 )
 def test_a_broken_promise_is_refused(golden, promises, found, is_kept):
-    plan = plan_of(golden.model(), promises)
+    converted = plan_of(golden.model(), promises)
     if is_kept:
-        check_promise("some-method", plan, [measured(), found])
+        check_promise("some-method", converted, [measured(), found])
     else:
         with pytest.raises(ValueError, match="'some-method' promises .* at 2 loops.*Nothing was"):
-            check_promise("some-method", plan, [measured(), found])
+            check_promise("some-method", converted, [measured(), found])
 
 
 def test_widened_tensors_are_shared_between_the_two():
@@ -119,8 +119,8 @@ def test_widened_tensors_are_shared_between_the_two():
 )
 def test_the_record_says_promise_reason_and_numbers(golden, promises, stated):
     model, x = golden.model(), golden.vectors["input_ids"]
-    plan = plan_of(model, promises, why_not="a reason" if promises == "none" else "")
-    record = as_json(plan, compare(model, model, x, plan))
+    converted = plan_of(model, promises, why_not="a reason" if promises == "none" else "")
+    record = as_json(converted, compare(model, model, x, converted))
     assert record["promise"] == stated
     assert record["why_none"] == ("a reason" if promises == "none" else None)
     [pair] = record["compared"]

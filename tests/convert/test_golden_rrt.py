@@ -6,8 +6,8 @@ import pytest
 import torch
 from goldens import GOLDEN, close, open_golden
 
-from depthdial.convert.base_model import Window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import CoreRange
+from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import read_options
 from depthdial.convert.tying import stepwise_layers, tied_groups
 from depthdial.model.looped_lm import LoopedLM
@@ -39,11 +39,11 @@ def facts():
 
 
 def convert(golden, method, **options):
-    return retrofit(
+    return convert_model(
         golden.model().eval(),
         golden.vectors["input_ids"],
         method=method,
-        window=Window(0, NUM_LAYERS),
+        core_range=CoreRange(0, NUM_LAYERS),
         options=read_options(method, options),
     )
 
@@ -131,8 +131,8 @@ def test_full_rank_with_tied_norms_promises_nothing(golden, relaxed, selection):
     result = relaxed(selection, "full")
     logits = result.model(golden.vectors["input_ids"], num_loops=LOOPS)
     close(logits, golden.vectors[f"logits_{selection}_full_tied_norms"], LOGITS)
-    assert result.plan.promises == "none"
-    assert "norm.weight" in result.plan.why_not
+    assert result.converted.promises == "none"
+    assert "norm.weight" in result.converted.why_not
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -140,7 +140,7 @@ def test_full_rank_with_own_norms_is_the_dense_model(golden, relaxed, selection)
     result = relaxed(selection, "full", norms="own")
     logits = result.model(golden.vectors["input_ids"], num_loops=LOOPS)
     close(logits, golden.vectors["logits_dense"], LOGITS)
-    assert result.plan.promises == "close"
+    assert result.converted.promises == "close"
     assert [x.layer for x in result.comparisons[0].layers] == list(range(NUM_LAYERS))
     assert max(x.max_abs for x in result.comparisons[0].layers) < LOGITS
 

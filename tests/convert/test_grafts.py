@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from goldens import close, open_golden, states_of
 
 from depthdial.config import ModulationConfig
-from depthdial.convert.base_model import Window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import CoreRange
+from depthdial.convert.convert import convert_model
 from depthdial.convert.grafts import published_decay_gate
 from depthdial.convert.methods import read_options
 from depthdial.model.looped_lm import LoopedLM
 
-WINDOW = Window(2, 5)
+WINDOW = CoreRange(2, 5)
 SMALL = {"d_cond": 8, "rank": 4}
 LOOPED = ("ouro", "nanbeige", "dory", "huginn", "parcae", "iquest-loop")
 """Golden cases whose every pass replaces the state."""
@@ -35,19 +35,19 @@ def looped(request):
     return open_golden(request.param)
 
 
-def convert(golden, method, window=WINDOW, seed=0, **options):
-    return retrofit(
+def convert(golden, method, core_range=WINDOW, seed=0, **options):
+    return convert_model(
         golden.model().eval(),
         golden.vectors["input_ids"],
         method=method,
-        window=window,
+        core_range=core_range,
         options=read_options(method, options),
         seed=seed,
     )
 
 
 def elastic(golden, **options):
-    return convert(golden, "elastic-fixed", window=None, **options)
+    return convert(golden, "elastic-fixed", core_range=None, **options)
 
 
 def shake(model, part, scale=0.1):
@@ -90,8 +90,8 @@ def test_dropped_layers_are_dropped_from_the_middle_and_promise_nothing(llama):
     assert torch.equal(
         model.core_stack[0].mixer.q_proj.weight, base.core_stack[4].mixer.q_proj.weight
     )
-    assert result.plan.promises == "none"
-    assert result.plan.why_not == "2 layers were dropped"
+    assert result.converted.promises == "none"
+    assert result.converted.why_not == "2 layers were dropped"
     layers = result.comparisons[0].layers
     assert [x.layer for x in layers] == [0, 2, 3, 4]
     assert layers[0].max_abs == 0 < layers[1].max_abs
@@ -127,7 +127,7 @@ def test_most_channels_of_the_published_start_reject_the_core():
 
 def test_the_literal_gate_promises_nothing_and_its_seed_matters(llama):
     first = convert(llama, "decay-gate")
-    assert (first.plan.promises, first.comparisons[0].is_close) == ("none", False)
+    assert (first.converted.promises, first.comparisons[0].is_close) == ("none", False)
     again, other = convert(llama, "decay-gate"), convert(llama, "decay-gate", seed=1)
     weights = [x.model.state_update.up.weight for x in (first, again, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
@@ -167,7 +167,7 @@ def test_ungated_first_is_the_base_bit_for_bit_at_one_loop(golden):
 
 def test_the_plain_start_does_not_keep_the_base(golden):
     result = convert(golden, "elr-graft", start="plain", **SMALL)
-    assert (result.plan.promises, result.plan.why_not[:27]) == (
+    assert (result.converted.promises, result.converted.why_not[:27]) == (
         "none",
         "the gate starts at 0.3466 i",
     )
@@ -195,7 +195,7 @@ def test_widths_of_the_conditioning_are_options(llama):
 def test_a_looped_model_keeps_its_function_at_its_own_loop_count(looped):
     result, x = elastic(looped, **conditioning(looped)), looped.vectors["input_ids"]
     k = looped.config.num_loops
-    assert result.plan.pairs[0] == (k, k)
+    assert result.converted.pairs[0] == (k, k)
     close(result.model(x, num_loops=k), looped.model()(x, num_loops=k), 1e-4)
     assert result.model.config.loop.update == "adaptive_delta"
 
@@ -247,7 +247,9 @@ def test_a_trained_budget_keeps_its_limit():
     options = read_options("elastic-fixed", {"max_loops": 2 * config.max_loops})
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"was trained on k / .*would change every budget"):
-        retrofit(LoopedLM(config), tokens, method="elastic-fixed", window=None, options=options)
+        convert_model(
+            LoopedLM(config), tokens, method="elastic-fixed", core_range=None, options=options
+        )
 
 
 def test_a_gate_of_its_own_is_kept_and_only_conditioning_is_added():
@@ -269,11 +271,11 @@ def test_conditioning_of_its_own_is_kept_and_only_a_gate_is_added():
 def test_a_model_that_is_elastic_already_is_refused(llama):
     grafted = convert(llama, "elr-graft", **SMALL)
     with pytest.raises(ValueError, match="there is nothing to graft"):
-        retrofit(
+        convert_model(
             grafted.model,
             llama.vectors["input_ids"],
             method="elastic-fixed",
-            window=None,
+            core_range=None,
             options=read_options("elastic-fixed", {}),
         )
 
@@ -294,8 +296,12 @@ def test_the_open_gate_stays_open_in_narrow_weights():
     """gamma rounded to bf16 gives beta = 0.9974, which three passes would show."""
     golden = open_golden("ouro")
     base, x = golden.model().eval().to(torch.bfloat16), golden.vectors["input_ids"]
-    result = retrofit(
-        base, x, method="elastic-fixed", window=None, options=read_options("elastic-fixed", SMALL)
+    result = convert_model(
+        base,
+        x,
+        method="elastic-fixed",
+        core_range=None,
+        options=read_options("elastic-fixed", SMALL),
     )
     assert result.comparisons[0].max_abs < 1e-4
     assert result.model.state_update.gamma.dtype == torch.float32

@@ -4,8 +4,8 @@ import pytest
 import torch
 from goldens import close, open_golden
 
-from depthdial.convert.base_model import Window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import CoreRange
+from depthdial.convert.convert import convert_model
 from depthdial.convert.low_rank import truncated_svd
 from depthdial.convert.methods import read_options
 
@@ -20,12 +20,12 @@ def llama():
     return open_golden("llama")
 
 
-def convert(golden, method, window=(1, 5), **options):
-    return retrofit(
+def convert(golden, method, core_range=(1, 5), **options):
+    return convert_model(
         golden.model().eval(),
         golden.vectors["input_ids"],
         method=method,
-        window=Window(*window),
+        core_range=CoreRange(*core_range),
         options=read_options(method, options),
     )
 
@@ -64,15 +64,15 @@ def test_a_rank_beyond_the_matrix_is_filled_with_zeros():
 
 def test_full_rank_with_own_norms_gives_the_dense_model_back(golden):
     result = convert(golden, "relaxed-recursive", rank="full")
-    assert result.plan.promises == "close"
+    assert result.converted.promises == "close"
     logits = result.model(golden.vectors["input_ids"], num_loops=2)
     close(logits, golden.vectors["logits"], 1e-4)
 
 
 def test_full_rank_with_tied_norms_names_those_that_differ():
     result = convert(open_golden("qwen3"), "relaxed-recursive", rank="full", norms="tied")
-    assert result.plan.promises == "none"
-    assert "mixer.k_norm.weight, mixer.q_norm.weight" in result.plan.why_not
+    assert result.converted.promises == "none"
+    assert "mixer.k_norm.weight, mixer.q_norm.weight" in result.converted.why_not
 
 
 def test_a_higher_rank_is_nearer_to_the_dense_model(golden):
@@ -92,11 +92,11 @@ def test_bf16_weights_keep_their_exact_differences_in_float32(llama):
     """Rounded to bf16 the stored pairs would miss 1e-4."""
     base = llama.model().eval().to(torch.bfloat16)
     options = read_options("relaxed-recursive", {"rank": "full"})
-    result = retrofit(
-        base, llama.vectors["input_ids"], method="relaxed-recursive", window=Window(1, 5),
+    result = convert_model(
+        base, llama.vectors["input_ids"], method="relaxed-recursive", core_range=CoreRange(1, 5),
         options=options,
     )  # fmt: skip
-    assert result.plan.promises == "close"
+    assert result.converted.promises == "close"
     dtypes = {name: p.dtype for name, p in result.model.named_parameters()}
     assert dtypes["loop_lora.sublayers.0.q_proj.up"] == torch.float32
     assert dtypes["embedding.weight"] == torch.bfloat16

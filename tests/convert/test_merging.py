@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, ModulationConfig
-from depthdial.convert.convert import retrofit
+from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import MergeOptions
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
 from depthdial.model.checkpoint import load_model, save_model
@@ -31,7 +31,9 @@ def elastic(*, sets=(0, 1), norms=True, norm="pre", **changes):
 
 def merged(model):
     options = MergeOptions()
-    result = retrofit(model, TOKENS, method="merge-first-pass", window=None, options=options)
+    result = convert_model(
+        model, TOKENS, method="merge-first-pass", core_range=None, options=options
+    )
     return result.model
 
 

@@ -5,8 +5,8 @@ import torch
 from goldens import close, open_golden, states_of
 
 from depthdial.config import LoopConfig, ModelConfig
-from depthdial.convert.base_model import BaseModel, Window, block_places, read_window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import BaseModel, CoreRange, block_places, read_core_range
+from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import read_options
 from depthdial.convert.tying import select, stepwise_layers, tied_groups
 from depthdial.model.looped_lm import LoopedLM
@@ -19,9 +19,13 @@ def golden(request):
     return open_golden(request.param)
 
 
-def convert(base, tokens, method, window, **options):
-    return retrofit(
-        base, tokens, method=method, window=Window(*window), options=read_options(method, options)
+def convert(base, tokens, method, core_range, **options):
+    return convert_model(
+        base,
+        tokens,
+        method=method,
+        core_range=CoreRange(*core_range),
+        options=read_options(method, options),
     )
 
 
@@ -40,10 +44,10 @@ def tokens(batch=2, length=7):
 # ---- loop-window, damped, anchored
 
 
-@pytest.mark.parametrize("window", [(1, 3), (2, 5)])
-def test_a_looped_window_gives_the_reference_logits_and_states(golden, window):
-    vectors, (a, b) = golden.vectors, window
-    model = convert(golden.model(), vectors["input_ids"], "loop-window", window).model
+@pytest.mark.parametrize("core_range", [(1, 3), (2, 5)])
+def test_a_looped_window_gives_the_reference_logits_and_states(golden, core_range):
+    vectors, (a, b) = golden.vectors, core_range
+    model = convert(golden.model(), vectors["input_ids"], "loop-window", core_range).model
     assert type(model) is LoopedLM
     for k in (2, 3):
         close(model(vectors["input_ids"], num_loops=k), vectors[f"mid{a}_{b}_logits_k{k}"], 1e-4)
@@ -54,11 +58,11 @@ def test_a_looped_window_gives_the_reference_logits_and_states(golden, window):
 def test_damped_takes_one_kth_of_every_candidate():
     base = dense()
     model = convert(base, tokens(), "damped", (2, 4)).model
-    window = convert(base, tokens(), "loop-window", (2, 4)).model
+    core_range = convert(base, tokens(), "loop-window", (2, 4)).model
     [h_in] = states_of(convert(base, tokens(), "loop-window", (1, 2)).model, tokens(), 1)
     state = h_in
     for _ in range(3):
-        [candidate] = states_of(window, tokens(), 1, initial_state_BTD=state)
+        [candidate] = states_of(core_range, tokens(), 1, initial_state_BTD=state)
         state = 2 / 3 * state + candidate / 3
     close(states_of(model, tokens(), 3)[-1], state, 1e-5)
 
@@ -79,8 +83,8 @@ def test_training_free_methods_stash_and_a_policy_can_be_chosen():
         assert config.loop.cache_policy == "stash_first"
         other = convert(base, tokens(), method, (2, 4), cache_policy="stash_last").model.config
         assert other.loop.cache_policy == "stash_last"
-    window = convert(base, tokens(), "loop-window", (2, 4), cache_policy="last_step")
-    assert window.model.config.loop.cache_policy == "last_step"
+    core_range = convert(base, tokens(), "loop-window", (2, 4), cache_policy="last_step")
+    assert core_range.model.config.loop.cache_policy == "last_step"
 
 
 def test_max_loops_is_what_the_result_is_meant_for():
@@ -166,7 +170,7 @@ def test_the_mean_is_taken_over_what_is_tied_together():
 
 
 def test_passes_that_do_not_divide_the_window_are_refused():
-    with pytest.raises(ValueError, match="window 0:5 has 5 layers, which 2 passes do not divide"):
+    with pytest.raises(ValueError, match="core 0:5 has 5 layers, which 2 passes do not divide"):
         convert(dense(), tokens(), "tie-layers", (0, 5))
 
 
@@ -176,7 +180,7 @@ def test_layers_of_different_kinds_do_not_share():
         convert(base, tokens(), "tie-layers", (0, 4))
 
 
-# ---- windows and bases
+# ---- cores and bases
 
 
 def test_a_layout_that_the_window_leaves_intact_still_loops():
@@ -215,11 +219,11 @@ def test_widths_of_a_core_of_its_own_move_with_the_window():
 @pytest.mark.parametrize("text", ["3", "3:3", "4:2", "0:7", "a:b", "-1:3", "1:2:3", ""])
 def test_what_is_no_window_is_told_what_is(text):
     with pytest.raises(ValueError, match=r"give a:b|Give a:b"):
-        read_window(text, 6)
+        read_core_range(text, 6)
 
 
 def test_a_window_is_read():
-    assert read_window(" 2:6", 6) == Window(2, 6)
+    assert read_core_range(" 2:6", 6) == CoreRange(2, 6)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_a_window_is_read():
     ],
 )
 def test_a_window_of_a_model_that_loops_is_refused(changes, named):
-    with pytest.raises(ValueError, match="a window is chosen in a dense model") as error:
+    with pytest.raises(ValueError, match="a core is chosen in a dense model") as error:
         convert(dense(**changes), tokens(), "loop-window", (2, 4))
     assert named in str(error.value)
     assert "elastic-fixed" in str(error.value)

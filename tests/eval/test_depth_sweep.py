@@ -18,10 +18,10 @@ from depthdial.eval.depth_sweep import (
     POINTER_MAX_DEPTH,
     POINTER_ROWS,
     DepthSweep,
+    document_rows,
     question_count,
     sweep_documents,
     sweep_questions,
-    windows,
 )
 from depthdial.eval.latency import measure_latencies, measure_latency
 from depthdial.model.looped_lm import LoopedLM
@@ -77,7 +77,7 @@ def test_b45_uniform_model_has_perplexity_97_and_exact_bits_per_byte(length, str
 def test_b45_each_token_is_scored_exactly_once_from_its_predecessors(length, stride):
     doc = TokenDocument("d", np.arange(100, 100 + length), length)
     seen = []
-    for row in windows([doc], context=CONTEXT, stride=stride, start_id=7):
+    for row in document_rows([doc], context=CONTEXT, stride=stride, start_id=7):
         read, scored = row.scored.prefix_ids.tolist(), row.scored.target_ids.tolist()
         tokens = read + scored
         assert len(tokens) - 1 <= CONTEXT

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthdial.convert.base_model import Window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import CoreRange
+from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import read_options
 from depthdial.formats.import_export import import_checkpoint
 from depthdial.model.checkpoint import load_model
 
-WINDOW = Window(10, 20)
+WINDOW = CoreRange(10, 20)
 TOKENS = torch.randint(0, 49_152, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -34,7 +34,7 @@ def dense(tmp_path_factory):
 def test_additions_on_later_passes_leave_one_loop_bit_identical_after_training(dense):
     """Every new parameter is moved, as training would; the base's own are shared and frozen."""
     options = read_options("later-deltas", {"rank": 4})
-    result = retrofit(dense, TOKENS, method="later-deltas", window=WINDOW, options=options)
+    result = convert_model(dense, TOKENS, method="later-deltas", core_range=WINDOW, options=options)
     elastic, new = result.model, set()
     with torch.no_grad():
         for name, parameter in elastic.named_parameters():
@@ -49,7 +49,7 @@ def test_additions_on_later_passes_leave_one_loop_bit_identical_after_training(d
 
 def test_a_conversion_shares_the_weights_that_it_does_not_change(dense):
     options = read_options("loop-window", {})
-    result = retrofit(dense, TOKENS, method="loop-window", window=WINDOW, options=options)
+    result = convert_model(dense, TOKENS, method="loop-window", core_range=WINDOW, options=options)
     assert result.comparisons[0].is_identical
     base = {tensor.data_ptr() for tensor in dense.state_dict().values()}
     assert {tensor.data_ptr() for tensor in result.model.state_dict().values()} <= base

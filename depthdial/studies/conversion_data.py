@@ -1,7 +1,7 @@
-"""Text and questions of the retrofit study: blocks of corpora, a mixed training folder, windows.
+"""Text and questions of the conversion study: blocks of corpora, a mixed training folder, rows.
 
-What is trained on them and how arms are compared is in `retrofit_arms.py` and
-`retrofit_results.py`.
+What is trained on them and how arms are compared is in `conversion_arms.py` and
+`conversion_results.py`.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def prepare_mixture(folder: Path, tokenizer: Tokenizer) -> Path:
         folder,
         choose_valid=lambda names: {name for name in names if name.startswith(VALID_NAME)},
         tokenizer=tokenizer,
-        origin={"study": "retrofit", "corpora": list(TRAINED_CORPORA)},
+        origin={"study": "conversion", "corpora": list(TRAINED_CORPORA)},
     )
     return folder
 
 
-def evaluation_windows(
+def evaluation_rows(
     corpora: Sequence[str], tokenizer: Tokenizer, *, per_corpus: int
 ) -> list[TokenDocument]:
     """One row of CONTEXT scored tokens from each of `per_corpus` held-out blocks."""

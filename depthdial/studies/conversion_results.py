@@ -1,6 +1,6 @@
-"""What the arms of the retrofit study scored, compared over documents and seeds.
+"""What the arms of the conversion study scored, compared over documents and seeds.
 
-Arms and training are in `retrofit_arms.py`; the words of the report are in `retrofit_words.py`.
+Arms and training are in `conversion_arms.py`; the words of the report are in `conversion_words.py`.
 Letters: S seeds, K loop counts, N documents, P dependency depths.
 """
 

@@ -1,8 +1,8 @@
-"""Arms of the retrofit study: how each is converted, what it trains, and running one.
+"""Arms of the conversion study: how each is converted, what it trains, and running one.
 
 An arm starts from a dense base, is converted by a method of `convert`, trained from that folder,
-and measured at every loop count. Text and questions are in `retrofit_data.py`, comparisons in
-`retrofit_results.py`.
+and measured at every loop count. Text and questions are in `conversion_data.py`, comparisons in
+`conversion_results.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The retrofit study as JSON and Markdown: what gained, what did not, with intervals.
 
-Comparisons are made in `retrofit_results.py`, the figure in `retrofit_figure.py`. Nothing here
+Comparisons are made in `conversion_results.py`, the figure in `conversion_figure.py`. Nothing here
 is written by hand: every number, and every verdict, follows from the scores.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from depthdial.data.pointer_chains import DIGITS
 from depthdial.eval.depth_sweep import DepthSweep
-from depthdial.studies.retrofit_arms import CONTROL, CORE, EQUAL_TIME, LOOPED, LOOPS, RANK, Arm
-from depthdial.studies.retrofit_data import TRAINED_CORPORA, UNSEEN_CORPUS
-from depthdial.studies.retrofit_figure import DEEP, figure_png
-from depthdial.studies.retrofit_results import (
+from depthdial.studies.conversion_arms import CONTROL, CORE, EQUAL_TIME, LOOPED, LOOPS, RANK, Arm
+from depthdial.studies.conversion_data import TRAINED_CORPORA, UNSEEN_CORPUS
+from depthdial.studies.conversion_figure import DEEP, figure_png
+from depthdial.studies.conversion_results import (
     Difference,
     Scores,
     accuracies,
@@ -25,7 +25,7 @@ from depthdial.studies.retrofit_results import (
     difference,
     mean_loss,
 )
-from depthdial.studies.retrofit_study import LONG_CHAINS
+from depthdial.studies.conversion_study import LONG_CHAINS
 
 Jobs = Sequence[Mapping[str, Any]]
 Side = tuple[str, int]
@@ -48,18 +48,18 @@ JUDGED = 2
 def write_results(
     results: Mapping[str, Jobs], *, seeds: Sequence[int], base: str, folder: Path
 ) -> None:
-    """retrofit.json with every seed's scores, retrofit.md, retrofit.png. base: in words."""
+    """conversion_study.json with every seed's scores, its .md and its .png. base: in words."""
     parts = [_opening(seeds, base)]
     if "text" in results:
         parts.append(text_part(results["text"]))
     if "chains" in results:
         parts.append(chain_part(results["chains"]))
-    (folder / "retrofit.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    (folder / "retrofit.png").write_bytes(
+    (folder / "conversion_study.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "conversion_study.png").write_bytes(
         figure_png({name: scores_of(jobs) for name, jobs in results.items()})
     )
     values = {"seeds": list(seeds), **{name: list(jobs) for name, jobs in results.items()}}
-    (folder / "retrofit.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
+    (folder / "conversion_study.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 def scores_of(jobs: Jobs) -> list[dict[str, DepthSweep]]:
@@ -75,8 +75,9 @@ def _opening(seeds: Sequence[int], base: str) -> str:
     return (
         "# What loops gain in a retrofitted checkpoint\n\n"
         f"{base}; layers {first} to {int(last) - 1} loop. Written by "
-        "`benchmarks/retrofit.py`; the scores of every seed are in retrofit.json.\n\n"
-        "![Loss on text and exact answers of chains, against loop count](retrofit.png)\n\n"
+        "`benchmarks/conversion_study.py`; the scores of every seed are in "
+        "conversion_study.json.\n\n"
+        "![Loss on text and exact answers of chains, against loop count](conversion_study.png)\n\n"
         f"The checkpoint's own weights are frozen in every arm. `later-deltas` trains a rate and "
         f"low-rank differences (rank {RANK}, and copies of the norms) of passes 2 and later; "
         "`joint-deltas` adds a set for pass 1, so it trains twice as many parameters as a control; "
