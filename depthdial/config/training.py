@@ -200,7 +200,8 @@ class OptimConfig(StrictConfig):
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     freeze: tuple[str, ...] = ()
-    """Patterns (`*`, `?`, `[...]`) of names of parameters that are not trained."""
+    """What is not trained: `base` for all that a model without loops has too, or patterns (`*`,
+    `?`, `[...]`) of parameter names."""
     lr_by_pattern: dict[str, PositiveFloat] = {}
     """Pattern of parameter names -> peak learning rate in place of lr or adamw_lr; no parameter
     may match two of them."""

@@ -20,7 +20,7 @@ from depthdial.config import Recipe
 from depthdial.convert.convert import convert
 from depthdial.data.packing import Batch
 from depthdial.model.checkpoint import load_model
-from depthdial.training.patterns import freeze_parameters
+from depthdial.training.init_model import freeze
 from depthdial.training.pretrain import resume, train
 from depthdial.training.run_dir import RunDir
 from depthdial.training.step import LossModule, RowPlan
@@ -31,7 +31,7 @@ CORE = "10:20"
 RANK = 16
 MIXED = (1, 1, 2, 2, 3, 4)
 LATER = (2, 2, 3, 4)
-FROZEN = ("embedding.*", "prelude_stack.*", "core_stack.*", "coda_stack.*", "final_norm.*")
+FROZEN = ("base",)
 """The base's own parameters: no arm trains them."""
 
 
@@ -163,7 +163,7 @@ def step_seconds(
     loss_modules = {}
     for name, (_, folder) in arms.items():
         model = load_model(folder)
-        freeze_parameters(model, FROZEN)
+        freeze(model, FROZEN)
         loss_modules[name] = LossModule(model)
     fastest: dict[tuple[str, int], float] = {}
     for _ in range(rounds):

@@ -7,12 +7,14 @@ grafts; anything else is a conversion, which `depthdial convert` makes and prove
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthdial.config import (
+    LoopConfig,
     ModelConfig,
     ModulationConfig,
     Recipe,
@@ -32,7 +34,11 @@ from depthdial.model.folder import companions
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.sublayer import placed_layers
 from depthdial.training.optim import check_optim_effects
-from depthdial.training.patterns import check_patterns, freeze_parameters, matches_any
+from depthdial.training.patterns import (
+    check_patterns,
+    freeze_parameters,
+    frozen_names,
+)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
@@ -67,8 +73,31 @@ def first_model(recipe: Recipe, *, starts_late: bool) -> LoopedLM:
     else:
         config = config.replace(modulation=None) if starts_late else config
         model = LoopedLM(config.with_trained(()), seed=settings.seed)
-    freeze_parameters(model, recipe.optim.freeze)
+    freeze(model, recipe.optim.freeze)
     return model.to(settings.device)
+
+
+def freeze(model: LoopedLM, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Take what the patterns of `optim.freeze` stand for out of training. Returns: its names."""
+    return freeze_parameters(model, patterns, base=base_names(model.config))
+
+
+def base_names(config: ModelConfig) -> frozenset[str]:
+    """Parameters that a model of this config has in common with one that does not loop.
+
+    Found by leaving out all that a config adds for its loops, so that a part of the base cannot be
+    forgotten in a list: an untied head, learned positions, scales of logits.
+    """
+    plain = config.replace(
+        loop=LoopConfig(update="replace"),
+        modulation=None,
+        loop_lora=None,
+        exit_gate="none",
+        prelude_norm=False,
+        segments=(),
+    )
+    with torch.device("meta"):
+        return frozenset(name for name, _ in LoopedLM(plain).named_parameters())
 
 
 def check_optim_options(recipe: Recipe) -> None:
@@ -79,9 +108,10 @@ def check_optim_options(recipe: Recipe) -> None:
     """
     with torch.device("meta"):
         parameters = dict(LoopedLM(recipe.model).named_parameters())
-    check_patterns(recipe.optim, parameters.keys())
-    freeze = recipe.optim.freeze
-    trained = {name: p for name, p in parameters.items() if not matches_any(name, freeze)}
+    base = base_names(recipe.model)
+    check_patterns(recipe.optim, parameters, base=base)
+    frozen = frozen_names(recipe.optim.freeze, parameters, base=base)
+    trained = {name: p for name, p in parameters.items() if name not in frozen}
     check_optim_effects(recipe.optim, trained, placed_layers(recipe.model))
 
 

@@ -21,11 +21,11 @@ from depthdial.training.depth_schedule import DepthSchedule
 from depthdial.training.init_model import (
     first_model,
     folder_facts,
+    freeze,
 )
 from depthdial.training.objective import num_compared
 from depthdial.training.optim import Optimizers, lr_scale_at
 from depthdial.training.parallel import compile_blocks
-from depthdial.training.patterns import freeze_parameters
 from depthdial.training.progress import SilentObserver, TrainObserver
 from depthdial.training.provenance import collect_provenance
 from depthdial.training.run_dir import RunDir
@@ -227,7 +227,7 @@ def _graft(session: Session, observer: TrainObserver) -> None:
     recipe = session.recipe
     assert isinstance(recipe.model.modulation, ModulationConfig), "checked before the first step"
     session.model.graft_modulation(recipe.model.modulation, seed=recipe.train.seed)
-    freeze_parameters(session.model, recipe.optim.freeze)
+    freeze(session.model, recipe.optim.freeze)
     added = session.optimizers.add_module_parameters(session.model)
     observer.notice(
         f"step {session.progress.step:>6}  mixed depth starts; modulation grafted "

@@ -29,9 +29,9 @@ from depthdial.training.init_model import (
     STATE_FILE,
     check_optim_options,
     folder_facts,
+    freeze,
 )
 from depthdial.training.optim import Optimizers
-from depthdial.training.patterns import freeze_parameters
 from depthdial.training.run_dir import Checkpoint, RunDir
 from depthdial.training.sources import TrainData, open_data, tokenizer_sha256
 from depthdial.training.teacher import Teacher, open_teacher, teacher_folder
@@ -145,7 +145,7 @@ def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
     data = open_data(recipe, tokenizer=tokenizer)
     teacher = open_teacher(recipe, data.tokenizer)
     model = in_own_memory(load_model(checkpoint.path, device=recipe.train.device))
-    freeze_parameters(model, recipe.optim.freeze)
+    freeze(model, recipe.optim.freeze)
     optimizers = Optimizers(model, recipe.optim)
     optimizers.load_state_tensors(read_tensors(checkpoint.path / OPTIMIZER_FILE))
     progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))

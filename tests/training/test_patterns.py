@@ -1,13 +1,20 @@
 """Freezing and learning rates by pattern: names, groups, and weights that must not move."""
 
+import shutil
+
 import pytest
 import torch
 
+from depthdial.api.recipes import load_recipe
 from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, OptimConfig
+from depthdial.model.checkpoint import load_model, read_config, save_model
 from depthdial.model.looped_lm import LoopedLM
+from depthdial.training.init_model import base_names, freeze
 from depthdial.training.optim import Optimizers
-from depthdial.training.patterns import check_patterns, freeze_parameters, lr_pattern
+from depthdial.training.patterns import check_patterns, lr_pattern
+from depthdial.training.pretrain import train
 
+CHAINS = {"task": "pointer_chain", "num_chains": 2, "chain_length": 3, "context": 42}
 TOKENS = torch.arange(24).reshape(2, 12) % 32
 
 
@@ -39,11 +46,75 @@ def step(of: LoopedLM, optimizers: Optimizers, *, num_loops: int) -> float:
     return norm
 
 
+ADDED = {"state_update", "injection", "state_projection", "modulation", "loop_lora", "exit_gate",
+         "prelude_norm"}  # fmt: skip
+"""First parts of the names of what a config adds for its loops; and the gate between two loops'
+keys, which stands inside the layers."""
+MECHANISMS = {
+    "untied head": {"tie_embeddings": False},
+    "learned positions": {"positions": "learned", "rope_theta": 10_000.0},
+    "no prelude, no coda": {"split": (0, 4, 0)},
+    "unit lengths": {
+        "norm": "ngpt", "ngpt": {"alpha_init": 0.3, "scale_std": 0.2}, "output_gate": True,
+        "loop_lora": {"rank": 2, "sets_by_loop": (-1, 0)}, "loop": {"unit_norm": True},
+    },
+    "injections, windows": {
+        "norm": "sandwich", "qk_norm": "rms", "attention_bias": "qkvo", "ff_bias": True,
+        "prelude_norm": True, "value_embeddings": (0, 2), "exit_gate": "norm_linear",
+        "loop": {"injection": "diagonal", "state_projection": True, "local_window": 4},
+        "modulation": {"d_cond": 4, "rank": 2, "embed_dim": 4},
+    },
+    "concat, decay gate, time": {
+        "loop": {"injection": "concat", "update": "decay_gate", "gate_rank": 2},
+        "modulation": {"kind": "time_step", "embed_dim": 4}, "exit_gate": "linear",
+    },
+    "segments": {"split": (2, 4, 2), "segments": (2, 2), "loop": {"update": "replace"}},
+    "norm in the loop": {"split": (2, 4, 0), "final_norm": "loop"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MECHANISMS.values(), ids=MECHANISMS)
+def test_f09_the_base_is_all_but_what_a_config_adds_for_its_loops(changes):
+    """A list of names forgot the untied head."""
+    of = model(**changes)
+    base = base_names(of.config)
+    for name in names(of):
+        is_added = name.partition(".")[0] in ADDED or ".mix_gate." in name
+        assert (name in base) != is_added, name
+    assert base <= set(names(of))
+
+
+def test_f09_a_frozen_base_with_an_untied_head_keeps_every_bit():
+    graft = model(tie_embeddings=False, positions="learned")
+    frozen = freeze(graft, ["base"])
+    assert {"lm_head.weight", "position_embedding.weight"} <= set(frozen)
+    optimizers = Optimizers(graft, OptimConfig(lr=1e-2, weight_decay=0.5))
+    before = {name: t.clone() for name, t in graft.state_dict().items()}
+    for _ in range(2):
+        assert step(graft, optimizers, num_loops=3) > 0
+    for name, tensor in graft.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (name in frozen), name
+
+
+def test_f09_heal_text_keeps_the_base_of_a_model_with_an_untied_head(byte_base, tmp_path):
+    config = read_config(byte_base).replace(
+        tie_embeddings=False, loop={"update": "delta"}, split=(0, 6, 0), max_loops=4
+    )
+    start = shutil.copytree(byte_base, tmp_path / "start")
+    save_model(LoopedLM(config, seed=1), start)
+    heal = load_recipe("heal-text", {"train.init": str(start), "data": CHAINS, "train.steps": 2})
+    run = train(heal, root=tmp_path).path
+    trained = load_model(run / "checkpoints" / "step_2").state_dict()
+    moved = {name for name, t in load_model(start).state_dict().items()
+             if not torch.equal(t, trained[name])}  # fmt: skip
+    assert moved == {"state_update.rate"}
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_frozen_tensors_are_bit_equal_after_training_and_have_no_state(optimizer):
     """With decay: a frozen matrix must not shrink either."""
     graft = model()
-    freeze_parameters(graft, BASE)
+    freeze(graft, BASE)
     optimizers = Optimizers(graft, OptimConfig(optimizer=optimizer, lr=1e-2, weight_decay=0.5))
     before = {name: t.clone() for name, t in graft.state_dict().items()}
     for _ in range(3):
@@ -58,7 +129,7 @@ def test_frozen_tensors_are_bit_equal_after_training_and_have_no_state(optimizer
 def test_b33_a_step_leaves_what_no_pass_of_it_touches_as_it_was():
     """Everything trainable acts from the second pass on: no gradient, no decay, no moment."""
     graft = model(loop=LoopConfig(update="replace"))
-    freeze_parameters(graft, BASE)
+    freeze(graft, BASE)
     optimizers = Optimizers(graft, OptimConfig(lr=1e-2, weight_decay=0.5))
     step(graft, optimizers, num_loops=2)
     before = {name: t.clone() for name, t in graft.state_dict().items()}
@@ -71,7 +142,7 @@ def test_b33_a_step_leaves_what_no_pass_of_it_touches_as_it_was():
 def test_b33_a_bypassed_rate_takes_a_step_of_gradient_zero():
     """It is in the graph of one loop, with no effect: AdamW's moments decay and carry it on."""
     graft = model(loop=LoopConfig(update="delta", gate_bypass="first_only"))
-    freeze_parameters(graft, BASE)
+    freeze(graft, BASE)
     optimizers = Optimizers(graft, OptimConfig(lr=1e-2, weight_decay=0.0))
     step(graft, optimizers, num_loops=2)
     before = graft.state_update.rate.detach().clone()
@@ -129,11 +200,14 @@ def test_b39_a_resumed_run_takes_new_pattern_rates_and_keeps_moments():
         ),
         ({"freeze": ("core_*",), "lr_by_pattern": {"core_*.norm.*": 1e-3}}, "frozen parameters"),
         ({"freeze": ("*",)}, "leaves nothing to train"),
+        ({"freeze": ("base", "core_*")}, r"'core_\*' has no effect: other patterns freeze all"),
+        ({"freeze": ("bass",)}, "Did you mean 'base'"),
+        ({"lr_by_pattern": {"base": 1e-3}}, "'base' matches none"),
     ],
 )
 def test_patterns_without_effect_or_in_conflict_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        check_patterns(OptimConfig(**options), names(model()))
+        check_patterns(OptimConfig(**options), names(model()), base=base_names(model().config))
 
 
 def test_patterns_with_effect_are_accepted():

@@ -550,8 +550,10 @@ class TestValidatedLoops:
             "model.num_loops": 20,
             "train.steps": 1,
             "train.val_rows": 2,
+            "depth": {"sampler": "fixed", "fixed_loops": 1},
+            "model.modulation": None,
         }
-        result = train(pointer_recipe(**model, **{"depth.override_frac": 1.0}), root=tmp_path)
+        result = train(pointer_recipe(**model), root=tmp_path)
         last = RunDir.open(result.path).read_metrics()[-1]
         found = [int(key.removeprefix("val/loss_k")) for key in last if key.startswith("val/")]
         assert found == [1, 2, 4, 8, 16, 20, 32, 40]
