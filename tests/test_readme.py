@@ -37,6 +37,14 @@ def test_the_tree_names_every_package_in_import_order_and_about_twenty_files():
     assert set(files) <= modules
 
 
+def test_the_tour_is_six_files_that_can_be_read_in_one_sitting():
+    tour = README.split("## Reading order")[1].split("## What is measured")[0]
+    files = re.findall(r"^\d\. `([\w/]+\.py)`", tour, re.M)
+    assert len(files) == 6
+    lines = [(ROOT / "depthdial" / name).read_text().count("\n") for name in files]
+    assert sum(lines) <= 2100, dict(zip(files, lines, strict=True))
+
+
 @pytest.mark.parametrize("shape", ["d256", "d128"])
 def test_quoted_speed_ratios_are_the_measured_ones(shape):
     record = json.loads((RESULTS / "train_speed.json").read_text())

@@ -51,7 +51,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "train",
+        "report",
         "demo_parser",
         "run_demo",
         "train, measure and report on this machine (8 to 12 minutes)",
@@ -64,9 +64,9 @@ COMMANDS = {
     ),
     "resume": Command("train", "resume_parser", "run_resume", "continue a run that was stopped"),
     "prepare": Command(
-        "train", "prepare_parser", "run_prepare", "turn your text into training data"
+        "prepare", "prepare_parser", "run_prepare", "turn your text into training data"
     ),
-    "report": Command("train", "report_parser", "run_report", "write the HTML report of a run"),
+    "report": Command("report", "report_parser", "run_report", "write the HTML report of a run"),
     "sweep": Command(
         "sweep", "sweep_parser", "run_sweep", "loss and cost of a model at every loop count"
     ),
@@ -97,7 +97,7 @@ COMMANDS = {
         "run_inspect",
         "what a model is: partition, loops, parameters, cache, text",
     ),
-    "list": Command("generate", "list_parser", "run_list", "shipped recipes, presets and corpora"),
+    "list": Command("list", "list_parser", "run_list", "shipped recipes, presets and corpora"),
 }
 """The one table of commands."""
 

@@ -1,4 +1,4 @@
-"""Commands that make something: train, resume, prepare, report, demo.
+"""Commands that train: train, resume.
 
 Flags and values are in `cli/options.py`. Torch is imported when a command runs, not before.
 """
@@ -6,7 +6,6 @@ Flags and values are in `cli/options.py`. Torch is imported when a command runs,
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonargparse
@@ -17,9 +16,7 @@ from depthdial.cli.options import (
     Options,
     UsageError,
     add_recipe_flags,
-    naming_flags,
     new_parser,
-    number,
     recipe_overrides,
 )
 from depthdial.cli.tables import short_count
@@ -27,7 +24,6 @@ from depthdial.report.terms import duration
 
 if TYPE_CHECKING:
     from depthdial.config import Recipe
-    from depthdial.data.tokenizer import Tokenizer
     from depthdial.training.pretrain import TrainResult
 
 EXIT_CODES = {"finished": 0, "interrupted": 130, "terminated": 75}
@@ -108,131 +104,6 @@ def run_resume(options: Options) -> int:
         return pretrain.resume(options.run, overrides=recipe_overrides(options), observer=observer)
 
     return _train(recipe, start, first_step=max(steps, default=0))
-
-
-def prepare_parser() -> jsonargparse.ArgumentParser:
-    """Flags of `prepare`."""
-    parser = new_parser(
-        "prepare",
-        usage="PATH... --out DIR [--vocab-size N] [...]",
-        description="Turn txt, jsonl and parquet files, or folders of them, into training data.\n\n"
-        "  depthdial prepare speeches/ letters.jsonl --out my-data --vocab-size 4096\n"
-        "  depthdial train tiny-text --data.path my-data --model.vocab_size 4096",
-    )
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files or folders")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
-    parser.add_argument(
-        "--vocab-size",
-        metavar="N",
-        help="tokens of the tokenizer to train, at least 257 (up to 4096, as the text allows)",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="use this tokenizer.json, or that of this model directory, instead of training one",
-    )
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="jsonl key or parquet column (text)"
-    )
-    parser.add_argument(
-        "--valid-frac",
-        default="0.05",
-        metavar="X",
-        help="share of documents held out, in [0, 1) (0.05)",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace DIR if it holds prepared data; other files in it stay",
-    )
-    return parser
-
-
-def run_prepare(options: Options) -> int:
-    """Prepare, and print what was written and skipped."""
-    from depthdial.data.text import prepare
-
-    if options.vocab_size is not None and options.tokenizer is not None:
-        raise UsageError("give --vocab-size (to train a tokenizer) or --tokenizer, not both.")
-    with naming_flags("vocab_size", "text_field", "valid_frac"):
-        report = prepare(
-            options.paths,
-            options.out,
-            vocab_size=number(options.vocab_size, "--vocab-size", whole=True),
-            tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer),
-            text_field=options.text_field,
-            valid_frac=number(options.valid_frac, "--valid-frac", whole=False),
-            overwrite=options.overwrite,
-        )
-    write(report)
-    remark(
-        f"next: depthdial train tiny-text --data.path {options.out} "
-        f"--model.vocab_size {report.vocab_size}"
-    )
-    return 0
-
-
-def _tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a file, or of a model directory with its end-of-text token."""
-    from depthdial.data.tokenizer import Tokenizer
-
-    return Tokenizer.from_dir(path) if Path(path).is_dir() else Tokenizer.from_file(path)
-
-
-def report_parser() -> jsonargparse.ArgumentParser:
-    """Flags of `report`."""
-    parser = new_parser(
-        "report",
-        usage="RUN [--baseline RUN]",
-        description="Measure a run at every loop count and write its report.html (one file).",
-    )
-    parser.add_argument("run", help="folder of the run, e.g. runs/tiny-text")
-    parser.add_argument(
-        "--baseline", metavar="RUN", help="run of the matched non-looped model, to compare with"
-    )
-    return parser
-
-
-def run_report(options: Options) -> int:
-    """Write the report and print where it is."""
-    from depthdial.api.paths import check_is_run
-    from depthdial.studies.report_run import report_run
-
-    check_is_run(options.run)
-    if options.baseline is not None:
-        check_is_run(options.baseline)
-    remark("measuring every loop count ...")
-    paths = report_run(options.run, baseline=options.baseline)
-    write(paths.html)
-    write(paths.curve)
-    return 0
-
-
-def demo_parser() -> jsonargparse.ArgumentParser:
-    """Flags of `demo`."""
-    parser = new_parser(
-        "demo",
-        usage="[--out DIR] [--quick]",
-        description="Train text and pointer programs with and without loops, measure every loop\n"
-        "count, and write one report. About 8 minutes on two idle CPU cores, at most 12;\n"
-        "a second call goes on where the first one stopped.",
-    )
-    parser.add_argument(
-        "--out", default="runs/demo", metavar="DIR", help="folder to write (runs/demo)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="20 steps per run: shows that it works, no results"
-    )
-    return parser
-
-
-def run_demo(options: Options) -> int:
-    """Run the demonstration and print where its report is."""
-    from depthdial.studies import demo
-
-    paths = demo.run_demo(options.out, quick=options.quick, console=progress_console())
-    write(paths.html)
-    return 0
 
 
 def _recipe(options: Options) -> Recipe:
