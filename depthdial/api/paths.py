@@ -42,14 +42,19 @@ def model_folder(path_or_id: str | Path) -> Path:
     return path
 
 
-def check_is_run(path: str | Path) -> None:
-    """Refuse a checkpoint where a whole run is meant. Raises: ValueError naming its run."""
+def check_is_run(path: str | Path, *, flag: str | None = None) -> None:
+    """Refuse a checkpoint where a whole run is meant.
+
+    Args: flag: of the command, that takes the name of a checkpoint.
+    Raises: ValueError naming the run.
+    """
     from depthdial.training.run_dir import CHECKPOINT_NAME
 
     path = Path(path)
     if CHECKPOINT_NAME.fullmatch(path.name) and path.parent.name == "checkpoints":
         run = path.parent.parent
-        raise ValueError(f"{path} is a checkpoint of the run {run}, not a run. Give {run}.")
+        instead = f"{run}" if flag is None else f"{run} {flag} {path.name}"
+        raise ValueError(f"{path} is a checkpoint of the run {run}, not a run. Give {instead}.")
 
 
 def _from_hub(name: str) -> Path:

@@ -14,6 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -53,8 +54,9 @@ def say_traceback(
 
 
 def remark(text: str) -> None:
-    """Print a line that is no result, on standard error."""
-    progress_console().print(styled(text, "dim"), soft_wrap=True)
+    """Print a line that is no result, on standard error; if that is full, it is left out."""
+    with suppress(OSError):
+        progress_console().print(styled(text, "dim"), soft_wrap=True)
 
 
 def result_console() -> Console:

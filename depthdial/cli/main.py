@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -213,7 +213,9 @@ def _one_line_warnings() -> Iterator[None]:
         file: object = None,
         line: str | None = None,
     ) -> None:
-        say(f"warning: {' '.join(str(message).split())}")
+        # As Python's own: a warning that cannot be printed ends nothing.
+        with suppress(OSError):
+            say(f"warning: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         # Notes for programmers (deprecations) are not for users of the command.

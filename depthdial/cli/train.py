@@ -76,13 +76,19 @@ def resume_parser() -> jsonargparse.ArgumentParser:
 
     parser = new_parser(
         "resume",
-        usage="RUN [--KEY VALUE ...]",
+        usage="RUN [--checkpoint step_N] [--KEY VALUE ...]",
         description="Continue a run from its newest intact checkpoint, as if it had never "
         "stopped.\nThe keys below may change from there on and are written to its config.json.\n\n"
         "  depthdial resume runs/tiny-text\n"
-        "  depthdial resume runs/tiny-text --optim.lr 2e-3",
+        "  depthdial resume runs/tiny-text --optim.lr 2e-3\n"
+        "  depthdial resume runs/tiny-text --checkpoint step_500 --optim.lr 2e-3",
     )
     parser.add_argument("run", help="folder of the run, e.g. runs/tiny-text")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="step_N",
+        help="go on from this older checkpoint, e.g. after a run diverged; later ones are renamed",
+    )
     add_recipe_flags(parser, only=RESUME_KEYS)
     return parser
 
@@ -92,16 +98,18 @@ def run_resume(options: Options) -> int:
     from depthdial.api.paths import check_is_run
     from depthdial.config import Recipe
     from depthdial.training import pretrain
-    from depthdial.training.run_dir import CHECKPOINT_NAME, RunDir
+    from depthdial.training.run_dir import RunDir
 
-    check_is_run(options.run)
+    check_is_run(options.run, flag="--checkpoint")
     run = RunDir.open(options.run)
     recipe = Recipe.from_file(run.config_path)
-    names = [entry.name for entry in run.checkpoints_path.glob("step_*")]
-    steps = [int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))]
+    name = options.checkpoint
+    steps = [s.step for s in run.checkpoints() if name in (None, s.path.name)]
 
     def start(observer: Any) -> TrainResult:
-        return pretrain.resume(options.run, overrides=recipe_overrides(options), observer=observer)
+        return pretrain.resume(
+            options.run, checkpoint=name, overrides=recipe_overrides(options), observer=observer
+        )
 
     return _train(recipe, start, first_step=max(steps, default=0))
 

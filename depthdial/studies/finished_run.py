@@ -144,9 +144,9 @@ def hardware_text(
     run: FinishedRun, baseline: FinishedRun | None, *, measured_on: dict[str, Any]
 ) -> str:
     """Which machine did what; one description where all was done on equal ones."""
-    roles = [("training of the looped model", run.provenance["hardware"])]
+    roles = [("training of the looped model", run.provenance.get("hardware"))]
     if baseline is not None:
-        roles.append(("training of the baseline", baseline.provenance["hardware"]))
+        roles.append(("training of the baseline", baseline.provenance.get("hardware")))
     roles.append(("measurement", measured_on))
     machines: dict[str, list[str]] = {}
     for role, hardware in roles:
@@ -156,12 +156,16 @@ def hardware_text(
     return "; ".join(f"{', '.join(done)}: {text}" for text, done in machines.items())
 
 
-def _machine(hardware: dict[str, Any]) -> str:
+def _machine(hardware: dict[str, Any] | None) -> str:
+    """One line; of a run whose provenance was lost nothing is known."""
+    if not hardware:
+        return "not recorded"
+    memory = hardware["memory_bytes"]
     parts = [
         hardware["device_name"] or hardware["cpu_model"] or hardware["machine"],
         f"{hardware['cores']} cores",
         f"{hardware['torch_threads']} thread(s) per process",
-        f"{hardware['memory_bytes'] / 2**30:.0f} GiB",
+        *([] if memory is None else [f"{memory / 2**30:.0f} GiB"]),
         hardware["system"],
     ]
     return ", ".join(parts)
@@ -170,7 +174,7 @@ def _machine(hardware: dict[str, Any]) -> str:
 def _printable(run: FinishedRun) -> dict[str, Any]:
     """Provenance with the training cost of the checkpoint that is reported."""
     facts = run.provenance | {"training": run.progress}
-    return facts | {"git": _without_patch(run.provenance["git"])}
+    return facts | {"git": _without_patch(run.provenance.get("git"))}
 
 
 def _without_patch(git: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from depthdial.config.text import parse_json
 from depthdial.disk import write_whole
 
 
@@ -79,7 +80,7 @@ class MetricsFile:
 
     def _record(self, line: str, number: int) -> dict[str, Any]:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if not isinstance(record, dict):
                 raise ValueError(f"it holds {type(record).__name__}, not an object")
             if type(record.get("step")) is not int:

@@ -225,7 +225,8 @@ class Optimizers:
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm is {norm}; this step was not taken. Resume from the last "
-                "checkpoint with a lower learning rate: depthdial resume RUN --optim.lr X."
+                "checkpoint with a lower learning rate: depthdial resume RUN --optim.lr X. Had it "
+                "diverged before, name an older one: --checkpoint step_N."
             )
         return norm
 

@@ -40,7 +40,7 @@ from depthdial.training.step import (
 )
 from depthdial.training.stop_signals import StopRequested, stop_signals
 from depthdial.training.teacher import open_teacher, teacher_folder
-from depthdial.training.trackers import Tracker, make_tracker
+from depthdial.training.trackers import Onlookers, make_tracker
 from depthdial.training.validation import validate, validated_loops
 
 Status = Literal["finished", "interrupted", "terminated"]
@@ -84,17 +84,16 @@ def train(
             model,
             Optimizers(model, recipe.optim),
             Progress(contents(recipe, data)),
+            provenance,
             teacher,
             None if init is None else Path(init),
         )
         # Whatever stops the run from here on, there is something to resume from.
         save_checkpoint(session)
-        observer = observer or SilentObserver()
-        _notice_short_ramps(recipe, observer)
-        return _run(session, observer)
+        return _run(session, observer or SilentObserver())
 
 
-def _notice_short_ramps(recipe: Recipe, observer: TrainObserver) -> None:
+def _notice_short_ramps(recipe: Recipe, onlookers: Onlookers) -> None:
     """Say where a rise or fall of the learning rate that the recipe names is too short to be one.
 
     No refusal: a recipe must be usable for a few steps.
@@ -103,7 +102,7 @@ def _notice_short_ramps(recipe: Recipe, observer: TrainObserver) -> None:
     for key, shortest, what in (("warmup_frac", 2, "rise"), ("decay_frac", 1, "fall")):
         value, default = getattr(recipe.optim, key), type(recipe.optim).model_fields[key].default
         if value not in (0, default) and whole_steps(value, steps) < shortest:
-            observer.notice(
+            onlookers.notice(
                 f"optim.{key}={value:g} of {steps} steps is too short: the learning rate has no "
                 f"{what}."
             )
@@ -112,12 +111,15 @@ def _notice_short_ramps(recipe: Recipe, observer: TrainObserver) -> None:
 def resume(
     path: str | Path,
     *,
+    checkpoint: str | None = None,
     overrides: dict[str, Any] | None = None,
     observer: TrainObserver | None = None,
 ) -> TrainResult:
     """Continue a run from its newest intact checkpoint, as if it had never stopped.
 
     Args:
+        checkpoint: name of an older one to go on from, e.g. `step_40`; later ones are renamed, and
+            later lines of metrics.jsonl moved to metrics.discarded.jsonl.
         overrides: dotted recipe keys to change from here on, e.g. {"optim.lr": 1e-3}; moments and
             data position stay. Written to the run's config.json.
 
@@ -126,7 +128,7 @@ def resume(
     """
     run = RunDir.open(path)
     with run.held():
-        session = taken_up(run, overrides or {})
+        session = taken_up(run, overrides or {}, name=checkpoint)
         return _run(session, observer or SilentObserver())
 
 
@@ -149,7 +151,9 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
     loss_module = LossModule(session.model, teacher=session.teacher)
     if settings.compile:
         compile_blocks(loss_module)
-    tracker = make_tracker(recipe, run.path)
+    onlookers = Onlookers(observer, make_tracker(recipe, run.path))
+    if not session.progress.step:
+        _notice_short_ramps(recipe, onlookers)
     position = DataState(session.progress.next_row)
     batches = iterate_batches(session.data.train, settings.batch_size, position)
 
@@ -160,7 +164,7 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
                 record = _validate(session, loss_module)
         except StopRequested:
             return False
-        _write(record, run, tracker, observer)
+        _write(record, run, onlookers)
         return True
 
     with stop_signals() as stop:
@@ -169,7 +173,7 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
         for step in range(first_step, settings.steps if is_complete else first_step):
             started = time.perf_counter()
             if step >= schedule.switch_step and _needs_graft(session):
-                _graft(session, observer)
+                _graft(session, onlookers)
             plan = plan_step(
                 schedule,
                 step=step,
@@ -192,8 +196,9 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
             seconds = time.perf_counter() - started
             session.progress = _advance(session, plan, position, seconds)
             session.trained_loops |= plan.loop_counts
+            session.loss = max(result.loss_by_loops.values())
             record = _train_record(session, result, plan, seconds)
-            _write(record, run, tracker, observer)
+            _write(record, run, onlookers)
             is_last = step == settings.steps - 1
             if session.progress.step % settings.val_every == 0 or is_last:
                 is_complete = write_validation()
@@ -207,13 +212,13 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
     if session.progress.step < settings.steps or not is_complete:
         assert stop.status is not None, "nothing else ends a run before its last validation"
         status = stop.status
-        observer.notice(
+        onlookers.notice(
             f"Stopped after step {session.progress.step} and saved. Continue with: "
             f"depthdial resume {run.path}"
         )
-    tracker.close()
-    provenance = run.read_provenance() | {"training": asdict(session.progress)}
-    run.write_provenance(provenance)
+    onlookers.close()
+    # Not read again: a file that was lost meanwhile must not end what is trained and saved.
+    run.write_provenance(session.provenance | {"training": asdict(session.progress)})
     return TrainResult(run.path, status, session.progress.step)
 
 
@@ -222,14 +227,14 @@ def _needs_graft(session: Session) -> bool:
     return wanted and session.model.config.modulation is None
 
 
-def _graft(session: Session, observer: TrainObserver) -> None:
+def _graft(session: Session, onlookers: Onlookers) -> None:
     """Attach the modulation at the switch; weights, moments and schedule stay."""
     recipe = session.recipe
     assert isinstance(recipe.model.modulation, ModulationConfig), "checked before the first step"
     session.model.graft_modulation(recipe.model.modulation, seed=recipe.train.seed)
     freeze(session.model, recipe.optim.freeze)
     added = session.optimizers.add_module_parameters(session.model)
-    observer.notice(
+    onlookers.notice(
         f"step {session.progress.step:>6}  mixed depth starts; modulation grafted "
         f"({len(added)} new tensors)"
     )
@@ -299,7 +304,6 @@ def _needs_validation(session: Session) -> bool:
     return not any(r["step"] == step and "val/loss_k1" in r for r in records)
 
 
-def _write(record: dict[str, Any], run: RunDir, tracker: Tracker, observer: TrainObserver) -> None:
+def _write(record: dict[str, Any], run: RunDir, onlookers: Onlookers) -> None:
     run.append_metrics(record)
-    tracker.log(record)
-    observer.record(record)
+    onlookers.record(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -56,7 +57,9 @@ class RichObserver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        # The last drawing of a display whose log is full; the run has ended already.
+        with suppress(OSError):
+            self._progress.stop()
 
     def record(self, record: dict[str, Any]) -> None:
         """Training records move the bar; validation records print a line above it."""

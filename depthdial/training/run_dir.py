@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from depthdial.config import StrictConfig
+from depthdial.config.text import parse_json
 from depthdial.disk import fsync_path, hash_file, locked, write_synced, write_whole
 from depthdial.model.folder import LICENCE_NAMES
 from depthdial.training.metrics_file import MetricsFile, json_text
@@ -131,7 +132,10 @@ class RunDir:
     def read_provenance(self) -> dict[str, Any]:
         """Contents of provenance.json. Raises ValueError naming the file if it is damaged."""
         try:
-            return json.loads(self.provenance_path.read_text(encoding="utf-8"))
+            values = parse_json(self.provenance_path.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError(f"it holds {type(values).__name__}, not keys and values")
+            return values
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.provenance_path} is missing or damaged ({error}). It holds facts for the "
@@ -152,11 +156,14 @@ class RunDir:
         with self._saying_the_way_on(self.metrics_path):
             return self._metrics.discard_after(step)
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None], *, keep: int) -> Checkpoint:
+    def save_checkpoint(
+        self, step: int, write: Callable[[Path], None], *, keep: int, spare: int | None = None
+    ) -> Checkpoint:
         """Save after `step` finished steps, whole or not at all; then keep the newest `keep`.
 
         Args:
             write: fills the empty folder it is given with safetensors, JSON and text files.
+            spare: step of a checkpoint to keep beside them.
 
         Raises: ValueError if keep < 1, step < 0, or `write` left nothing or a file of another
             kind; OSError or RuntimeError if writing failed. The message names the checkpoint
@@ -185,7 +192,7 @@ class RunDir:
             # Nothing is left of it after success. If even this fails, the name marks it as
             # unfinished and the next save removes it.
             shutil.rmtree(temporary, ignore_errors=True)
-        self._prune(step, keep=keep)
+        self._prune(step, keep=keep, spare=spare)
         return Checkpoint(step, self.checkpoints_path / f"step_{step}")
 
     def latest_checkpoint(self) -> Checkpoint:
@@ -212,6 +219,48 @@ class RunDir:
             f"{self.checkpoints_path} has no checkpoint: the run ended before its first one. "
             "Start it again under another name, with a smaller train.checkpoint_every."
         )
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Finished checkpoints, newest first; whether they are intact is not looked at."""
+        return [
+            Checkpoint(step, path)
+            for step, path in self._candidates()
+            if CHECKPOINT_NAME.fullmatch(path.name)
+        ]
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """An intact checkpoint by its name, e.g. `step_40`.
+
+        Raises: ValueError naming those that are there, or what is wrong with it.
+        """
+        named = {saved.path.name: saved for saved in self.checkpoints()}
+        if name not in named:
+            raise ValueError(
+                f"{self.path} has no checkpoint '{name}'; it has "
+                f"{', '.join(reversed(named)) or 'none'}."
+            )
+        problem = problem_of(named[name].path, step=named[name].step)
+        if problem is not None:
+            raise ValueError(f"checkpoint {name} of {self.path} cannot be used: {problem}.")
+        return named[name]
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints of later steps, so that none of them is the newest; a warning names
+        them."""
+        moved = []
+        for later in self.checkpoints():
+            if later.step > step:
+                target = later.path.with_name(f"{later.path.name}.discarded")
+                while target.exists():
+                    target = target.with_name(f"{target.name}_")
+                moved.append(later.path.rename(target).name)
+        if moved:
+            fsync_path(self.checkpoints_path)
+            warnings.warn(
+                f"the run goes on from step {step}; its later checkpoints are kept in "
+                f"{self.checkpoints_path} as {', '.join(reversed(moved))}, for you to remove.",
+                stacklevel=2,
+            )
 
     def _remove_unstarted(self) -> None:
         """Remove a run that never came to a checkpoint, if nothing else is in its folder.
@@ -320,18 +369,14 @@ class RunDir:
             else:
                 path.rename(final)
 
-    def _prune(self, newest_step: int, *, keep: int) -> None:
+    def _prune(self, newest_step: int, *, keep: int, spare: int | None) -> None:
         """Remove all but the newest `keep` up to this step, and leftovers of killed saves.
 
         Later steps are left alone: the one just written must not fall to a damaged later one.
         """
-        earlier = [
-            path
-            for step, path in self._candidates()
-            if step < newest_step and CHECKPOINT_NAME.fullmatch(path.name)
-        ]
+        earlier = [saved for saved in self.checkpoints() if saved.step < newest_step]
         unfinished = [p for _, p in self._candidates() if UNFINISHED_NAME.fullmatch(p.name)]
-        for path in earlier[keep - 1 :] + unfinished:
+        for path in [*(s.path for s in earlier[keep - 1 :] if s.step != spare), *unfinished]:
             shutil.rmtree(path)
 
 
@@ -376,7 +421,7 @@ def problem_of(folder: Path, *, step: int) -> str | None:
     if not manifest_path.is_file():
         return f"it has no {MANIFEST}"
     try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        manifest = parse_json(manifest_path.read_text(encoding="utf-8"))
         version, listed_step, files = (
             manifest["manifest_version"], manifest["step"], manifest["files"]
         )  # fmt: skip

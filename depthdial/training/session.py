@@ -7,12 +7,16 @@ trains is in `pretrain.py`.
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from depthdial.config import Recipe, StrictConfig
+from depthdial.config.text import parse_json
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import (
     in_own_memory,
@@ -36,6 +40,10 @@ from depthdial.training.run_dir import Checkpoint, RunDir
 from depthdial.training.sources import TrainData, open_data, tokenizer_sha256
 from depthdial.training.teacher import Teacher, open_teacher, teacher_folder
 
+LARGEST_WEIGHT = 1e3
+"""No model that was opened here has a weight of this magnitude; diverged ones soon do."""
+WORST_LOSS = 3.0
+"""Training loss beyond reason, as a multiple of what guessing among all tokens costs."""
 RECIPE_FILE = "recipe.json"
 """In a checkpoint: the recipe of its steps, under the checkpoint's seal."""
 # What a resumed run may change; everything else decides weights, data or draws of past steps. Where
@@ -70,7 +78,7 @@ RESUME_KEYS = (
 class Progress:
     """How far a run is: what it reads, finished steps, position, and what it has cost so far.
 
-    data: as `contents` gives it.
+    data: as `contents` gives it. doubt: why the weights are beyond reason; empty if they are not.
     """
 
     data: dict[str, str]
@@ -79,15 +87,17 @@ class Progress:
     tokens: int = 0
     flops: float = 0.0
     seconds: float = 0.0
+    doubt: str = ""
 
 
 @dataclass
 class Session:
     """The live parts of one run.
 
-    teacher: None without distillation. companions: folder whose tokenizer and other files every
-    checkpoint takes over; None for a run from new weights, which writes its own. trained_loops:
-    loop counts that training has run, here and before.
+    provenance: what was collected at the run's start. teacher: None without distillation.
+    companions: folder whose tokenizer and other files every checkpoint takes over; None for a run
+    from new weights, which writes its own. trained_loops: loop counts that training has run, here
+    and before. loss: the largest of any loop count in the last step; None before the first.
     """
 
     recipe: Recipe
@@ -96,16 +106,25 @@ class Session:
     model: LoopedLM
     optimizers: Optimizers
     progress: Progress
+    provenance: dict[str, Any]
     teacher: Teacher | None = None
     companions: Path | None = None
     trained_loops: set[int] = field(init=False)
+    loss: float | None = None
 
     def __post_init__(self) -> None:
         self.trained_loops = set(self.model.config.trained_at)
 
 
 def save_checkpoint(session: Session) -> None:
-    """Model directory with its tokenizer, optimizer state and position, whole or not at all."""
+    """Model directory with its tokenizer, optimizer state and position, whole or not at all.
+
+    Weights beyond reason are saved with a warning, and the newest checkpoint without such weights
+    is kept beside them.
+    """
+    run, step, doubt = session.run, session.progress.step, _doubt(session)
+    session.progress = replace(session.progress, doubt=doubt)
+    sound = _newest_sound(run) if doubt else None
 
     def write(folder: Path) -> None:
         save_model(session.model, folder, trained_loops=session.trained_loops)
@@ -119,17 +138,57 @@ def save_checkpoint(session: Session) -> None:
         (folder / STATE_FILE).write_text(state, encoding="utf-8")
         (folder / RECIPE_FILE).write_text(session.recipe.to_json(), encoding="utf-8")
 
-    saved = session.run.save_checkpoint(
-        session.progress.step, write, keep=session.recipe.train.keep_checkpoints
+    saved = run.save_checkpoint(
+        step,
+        write,
+        keep=session.recipe.train.keep_checkpoints,
+        spare=None if sound is None else sound.step,
     )
+    if doubt:
+        warnings.warn(_doubt_text(run, step, doubt, sound), stacklevel=2)
     if session.companions is not None:
         # The folder that the run started from may go away; this one stays until the next.
         session.companions = saved.path
 
 
-def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
-    """The session of a run's newest intact checkpoint, with the run's files brought back to it."""
-    checkpoint = run.latest_checkpoint()
+def _doubt(session: Session) -> str:
+    """Why a session's weights are beyond reason; empty if they are not."""
+    for name, parameter in session.model.named_parameters():
+        low, high = (float(end) for end in torch.aminmax(parameter.detach()))
+        # A comparison with NaN is false.
+        if not (-LARGEST_WEIGHT < low and high < LARGEST_WEIGHT):
+            return f"{name} holds values from {low:.3g} to {high:.3g}"
+    guessing = math.log(session.model.config.vocab_size)
+    if session.loss is not None and not session.loss < WORST_LOSS * guessing:
+        return f"the training loss is {session.loss:.3g} nats, where guessing costs {guessing:.3g}"
+    return ""
+
+
+def _newest_sound(run: RunDir) -> Checkpoint | None:
+    """The newest checkpoint whose weights were within reason."""
+    for saved in run.checkpoints():
+        path = saved.path / STATE_FILE
+        if path.is_file() and not parse_json(path.read_text(encoding="utf-8")).get("doubt"):
+            return saved
+    return None
+
+
+def _doubt_text(run: RunDir, step: int, doubt: str, sound: Checkpoint | None) -> str:
+    text = f"{run.path}: at step {step} {doubt}, which is beyond reason; has the run diverged?"
+    if sound is None:
+        return f"{text} No checkpoint before is better. Start a new run with a lower optim.lr."
+    return (
+        f"{text} {sound.path.name} is the last checkpoint before. To go on from there: depthdial "
+        f"resume {run.path} --checkpoint {sound.path.name} --optim.lr X"
+    )
+
+
+def taken_up(run: RunDir, overrides: dict[str, Any], *, name: str | None = None) -> Session:
+    """The session of a run's newest intact checkpoint, with the run's files brought back to it.
+
+    Args: name: of an older checkpoint, from which the run goes on instead.
+    """
+    checkpoint = run.latest_checkpoint() if name is None else run.checkpoint(name)
     recipe = _changed(_trained_recipe(run, checkpoint), overrides)
     if overrides and checkpoint.step >= recipe.train.steps:
         raise ValueError(
@@ -139,7 +198,7 @@ def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
         )
     check_optim_options(recipe)
     check_device(recipe.train.device)
-    run.read_provenance()
+    provenance = run.read_provenance()
     init = recipe.train.init
     tokenizer = None if init is None else Tokenizer.from_dir(checkpoint.path)
     data = open_data(recipe, tokenizer=tokenizer)
@@ -151,10 +210,15 @@ def taken_up(run: RunDir, overrides: dict[str, Any]) -> Session:
     progress = Progress(**json.loads((checkpoint.path / STATE_FILE).read_text(encoding="utf-8")))
     _check_contents(run, progress.data, contents(recipe, data))
     # Only once everything has opened: a refused resume leaves the run as it was.
+    if progress.doubt:
+        warnings.warn(
+            _doubt_text(run, checkpoint.step, progress.doubt, _newest_sound(run)), stacklevel=2
+        )
+    run.set_aside_after(checkpoint.step)
     run.write_config(recipe)
     run.discard_metrics_after(checkpoint.step)
     companions = None if init is None else checkpoint.path
-    return Session(recipe, run, data, model, optimizers, progress, teacher, companions)
+    return Session(recipe, run, data, model, optimizers, progress, provenance, teacher, companions)
 
 
 def contents(recipe: Recipe, data: TrainData) -> dict[str, str]:

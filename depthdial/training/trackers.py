@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from depthdial.config import Recipe
+from depthdial.training.progress import TrainObserver
 
 
 class Tracker(Protocol):
@@ -69,6 +73,45 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Onlookers:
+    """Passes on what a run tells. They only look on: one that cannot write, because the disk of
+    its log is full, is named once and does not end the training."""
+
+    def __init__(self, observer: TrainObserver, tracker: Tracker) -> None:
+        self._observer, self._tracker = observer, tracker
+        self._failed: set[str] = set()
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One metrics record, training or validation."""
+        with self._failing("tracker"):
+            self._tracker.log(record)
+        with self._failing("display"):
+            self._observer.record(record)
+
+    def notice(self, text: str) -> None:
+        """Something a person should know."""
+        with self._failing("display"):
+            self._observer.notice(text)
+
+    def close(self) -> None:
+        """Flush and end the tracker."""
+        with self._failing("tracker"):
+            self._tracker.close()
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                warnings.warn(
+                    f"the {name} of the run cannot be written ({error.strerror or error}); the "
+                    "training goes on, and metrics.jsonl has all numbers.",
+                    stacklevel=3,
+                )
 
 
 def make_tracker(recipe: Recipe, folder: Path) -> Tracker:

@@ -409,7 +409,7 @@ class TestTrainAndResume:
         assert (code, out) == (1, "")
         assert err.endswith(
             f"error: {checkpoint} is a checkpoint of the run {tiny_run}, not a run. "
-            f"Give {tiny_run}.\n"
+            f"Give {tiny_run}{' --checkpoint step_2' if argv[0] == 'resume' else ''}.\n"
         )
 
     def test_resume_of_no_run_says_what_a_run_is(self, cli: Command) -> None:

@@ -65,7 +65,7 @@ def session_of(recipe: Recipe, root: Path, *, next_row: int) -> Session:
     data = open_data(recipe)
     progress = Progress(contents(recipe, data), next_row=next_row)
     optimizers = Optimizers(model, recipe.optim)
-    return Session(recipe, run, data, model, optimizers, progress)
+    return Session(recipe, run, data, model, optimizers, progress, {})
 
 
 class StopAfter:
