@@ -173,11 +173,14 @@ def trained(folder: Path, changes: dict[str, Any], *, recipe: dict[str, Any] = R
 def text_run(root: Path, model: dict[str, Any], *, name: str) -> Path:
     """The folder of a run on packed documents."""
     data, texts = root / f"{name}-data", root / f"{name}-texts"
-    texts.mkdir()
+    texts.mkdir(exist_ok=True)
     for number, text in enumerate(TEXTS):
         (texts / f"{number}.txt").write_text(text, encoding="utf-8")
     n.command("prepare", texts, "--out", data, "--vocab-size", "300", "--valid-frac", "0.3")
     changes = {"name": name, "model": model, "data": {"path": str(data), "task": None}}
+    if model.get("max_loops", n.BASE["max_loops"]) == 1:
+        # Slices of equal depth draw nothing.
+        changes["depth"] = {"num_depth_slices": None}
     values = n.merged(RECIPE, n.known(changes))
     return Path(n.depthdial.train(n.Recipe.from_dict(values), root=root / f"{name}-runs").path)
 
