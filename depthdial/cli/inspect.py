@@ -147,7 +147,7 @@ def _structure(config: ModelConfig) -> list[tuple[str, str]]:
         ("cache policy", loop.cache_policy),
     ]
     if config.exit_gate != "none":
-        rows.append(("exit gate", config.exit_gate))
+        rows.append(("exit gate", config.exit_gate + (", stale" if config.exit_gate_stale else "")))
     return rows
 
 

@@ -216,6 +216,7 @@ MODEL_EFFECTS = (
         lambda c: c.norm == "ngpt" and c.final_norm == "none" and not c.prelude_norm,
         "with norm='ngpt', final_norm='none' and prelude_norm=false: there is no RMSNorm",
     ),
+    Idle(("exit_gate_stale",), lambda c: c.exit_gate == "none", "without an exit gate"),
     Idle(("ngpt.gate_scale_init",), lambda c: not c.output_gate, "without output_gate"),
     Idle(
         ("loop.gate_bypass",),
@@ -301,6 +302,12 @@ def _is_no_step(fraction: float, recipe: Any) -> bool:
 
 
 RECIPE_EFFECTS = (
+    Idle(
+        ("model.exit_gate",),
+        lambda c: c.train.init is None,
+        "in training from new weights: no objective trains it, and rules that read it would stop "
+        "at random numbers",
+    ),
     Idle(
         ("depth.sampler",),
         lambda c: c.model.max_loops == 1 and c.depth.sampler != "fixed",

@@ -335,6 +335,8 @@ class ModelConfig(StrictConfig):
     """Low-rank differences of the core's matrices by loop; null for none."""
     exit_gate: Literal["none", "linear", "norm_linear"] = "none"
     """Readout of when to stop looping: a linear map of the state, or of its LayerNorm."""
+    exit_gate_stale: bool = False
+    """The other weights were trained after the exit gate, without it; training writes it."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

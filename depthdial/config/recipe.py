@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+WRITTEN_BY_TRAINING = {"trained_loops": None, "exit_gate_stale": False}
+"""Keys of a model that say what training has done, and their values before any."""
+
+
 class Recipe(StrictConfig):
     """A complete training run."""
 
@@ -113,11 +117,13 @@ class Recipe(StrictConfig):
         _check_truncation(self.model, self.depth)
         _check_switch(self)
         _check_init(self.train.init, self.data, self.objective.distill)
-        if self.model.trained_loops is not None:
-            raise ValueError(
-                f"model.trained_loops={list(self.model.trained_loops)} is written by training, "
-                "into its checkpoints; leave it out of a recipe."
-            )
+        for key, unwritten in WRITTEN_BY_TRAINING.items():
+            given = getattr(self.model, key)
+            if given != unwritten:
+                raise ValueError(
+                    f"model.{key}={given!r} is written by training, into its checkpoints; leave it "
+                    "out of a recipe."
+                )
         return self
 
     @property
@@ -179,7 +185,7 @@ def _model_values(folder: str) -> dict[str, Any]:
         )
     values = read_mapping(path)
     # What was trained stays with the weights; a recipe says what is to be done.
-    values.pop("trained_loops", None)
+    values = {key: value for key, value in values.items() if key not in WRITTEN_BY_TRAINING}
     if "model_type" not in values:
         raise ValueError(
             f"{path} is not the config of a model (it has no model_type). Of a run, give a folder "

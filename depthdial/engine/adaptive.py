@@ -20,6 +20,7 @@ from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import ModelConfig
 from depthdial.model.call import Begun, Call
+from depthdial.model.halting import stale_gate
 from depthdial.model.looped_lm import LoopedLM, LoopPass
 from depthdial.model.stopping_rules import ExitPoint, StoppingRule
 
@@ -110,6 +111,13 @@ def warn_if_conditioned(config: ModelConfig) -> None:
             "the same as asking for fewer loops, and training has not seen it.",
             stacklevel=2,
         )
+
+
+def warn_if_stale(config: ModelConfig, rule: StoppingRule) -> None:
+    """Warn where a rule reads an exit gate that was not trained with the other weights."""
+    if rule.needs_gate:
+        for sentence in stale_gate(config):
+            warnings.warn(sentence, stacklevel=2)
 
 
 class _Watch:

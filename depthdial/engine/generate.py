@@ -19,7 +19,7 @@ from torch import Tensor
 from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops, allowed_num_loops, check_num_loops
 from depthdial.config import CachePolicy
-from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned
+from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned, warn_if_stale
 from depthdial.engine.sampling import Sampling, chosen_logprobs, sample
 from depthdial.model.call import Call, check_finite_logits
 from depthdial.model.looped_lm import LoopedLM
@@ -103,6 +103,7 @@ def generate(
     if stop_rule is not None:
         check_can_stop(model.config, stop_rule, cache=cache)
         warn_if_conditioned(model.config)
+        warn_if_stale(model.config, stop_rule)
     # What all calls share. The table lives here, not on the model: other threads may generate with
     # other settings, and weights may change afterwards.
     table = model.conditioning_table(loops)

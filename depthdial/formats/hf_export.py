@@ -34,6 +34,7 @@ from depthdial.model.checkpoint import (
     write_tensors,
 )
 from depthdial.model.folder import Origin, copy_licences
+from depthdial.model.halting import stale_gate
 
 FORMAT = "hf"
 """Name of this format on the command line."""
@@ -95,7 +96,7 @@ def export_hf(
         (place / CONFIG_FILE).write_text(dump_json(values), encoding="utf-8")
         for name, text in code_files().items():
             (place / name).write_text(text, encoding="utf-8")
-        notes = tuple(_write_text(folder, place, origin))
+        notes = (*_write_text(folder, place, origin), *stale_gate(config))
         copy_licences(folder, place)
         write_card(
             place / CARD_FILE,

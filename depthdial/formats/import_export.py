@@ -58,6 +58,7 @@ from depthdial.model.folder import (
     copy_licences,
     local_source,
 )
+from depthdial.model.halting import stale_gate
 
 DTYPE_KEYS = ("torch_dtype", "dtype")
 """Under which published configs state the number format of their weights."""
@@ -195,6 +196,7 @@ def export_checkpoint(
         *_lost_loops(known, config, values),
         *_lost_training(known, config, values),
         *_lost_stop(folder, origin),
+        *stale_gate(config),
     )
     as_it_came = own is not None and values == own.config
     stored = TensorFiles(folder, only=WEIGHTS_FILE)

@@ -21,6 +21,7 @@ from depthdial.formats.text.files import find_template
 from depthdial.formats.text.tokens import TokenReport, published_tokens
 from depthdial.model.checkpoint import WEIGHTS_FILE, read_config
 from depthdial.model.folder import Origin
+from depthdial.model.halting import stale_gate
 from depthdial.model.tensor_header import DTYPE_NAMES
 
 
@@ -88,7 +89,7 @@ def inspect_model_folder(folder: Path) -> Inspection:
         num_bytes=files.num_bytes,
         text=text,
         problems=(),
-        warnings=warnings,
+        warnings=(*warnings, *stale_gate(config)),
         notes=notes,
     )
 

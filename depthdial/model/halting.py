@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from depthdial.config import ModelConfig
 from depthdial.layers.primitives import wide
 
 
@@ -29,6 +30,20 @@ class ExitGate(nn.Module):
         """Returns: logits [B, T], at least float32."""
         x_BTD = state_BTD if self.norm is None else self.norm(state_BTD)
         return wide(self.linear(x_BTD)[..., 0])
+
+
+def stale_gate(config: ModelConfig) -> tuple[str, ...]:
+    """In one sentence, that the exit gate does not belong to the other weights; empty if it does.
+
+    What it reads has moved since it was trained.
+    """
+    if not config.exit_gate_stale:
+        return ()
+    return (
+        "The exit gate is stale: the other weights were trained since, without it, so that rules "
+        "which read it (threshold, cdf, q_exit) stop at numbers that mean little. Rules that "
+        "compare states or readouts, such as kl, go on working.",
+    )
 
 
 def exit_distribution(gate_logits_BTL: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from depthdial.config import (
     named_rule,
 )
 from depthdial.config.effects import possible_draws
+from depthdial.config.recipe import WRITTEN_BY_TRAINING
 from depthdial.disk import hash_file
 from depthdial.model.checkpoint import (
     CONFIG_FILE,
@@ -42,7 +43,7 @@ from depthdial.training.patterns import (
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
-FREE_KEYS = ("num_loops", "max_loops", "trained_loops", "modulation")
+FREE_KEYS = ("num_loops", "max_loops", "modulation", *WRITTEN_BY_TRAINING)
 FREE_LOOP_KEYS = ("cache_policy", "beyond_max_loops")
 """Keys of the recipe's model, and of its loop, that may differ from the folder's."""
 
@@ -93,6 +94,7 @@ def base_names(config: ModelConfig) -> frozenset[str]:
         modulation=None,
         loop_lora=None,
         exit_gate="none",
+        exit_gate_stale=False,
         prelude_norm=False,
         segments=(),
     )
@@ -124,7 +126,7 @@ def load_init(folder: str | Path, config: ModelConfig) -> LoopedLM:
     stored = read_config(folder)
     check_agreement(config, stored, folder)
     tensors = load_model(folder).state_dict()
-    known = config.replace(modulation=stored.modulation)
+    known = config.replace(modulation=stored.modulation, exit_gate_stale=stored.exit_gate_stale)
     with torch.device("meta"):
         model = LoopedLM(known.with_trained(_still_trained(config, stored)))
     model.load_state_dict(tensors, assign=True)

@@ -195,7 +195,7 @@ def _run(session: Session, observer: TrainObserver) -> TrainResult:
             )
             seconds = time.perf_counter() - started
             session.progress = _advance(session, plan, position, seconds)
-            session.trained_loops |= plan.loop_counts
+            session.count_training(plan.loop_counts)
             session.loss = max(result.loss_by_loops.values())
             record = _train_record(session, result, plan, seconds)
             _write(record, run, onlookers)

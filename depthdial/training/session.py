@@ -115,6 +115,13 @@ class Session:
     def __post_init__(self) -> None:
         self.trained_loops = set(self.model.config.trained_at)
 
+    def count_training(self, loop_counts: set[int]) -> None:
+        """Remember the loop counts of a finished step, which trains no exit gate along."""
+        self.trained_loops |= loop_counts
+        config = self.model.config
+        if config.exit_gate != "none" and not config.exit_gate_stale:
+            self.model.config = config.replace(exit_gate_stale=True)
+
 
 def save_checkpoint(session: Session) -> None:
     """Model directory with its tokenizer, optimizer state and position, whole or not at all.

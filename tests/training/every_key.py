@@ -264,6 +264,7 @@ VARIANTS: dict[str, list[Any]] = {
     "model.loop_lora.sets_by_loop": [[0, 1, 2], [0], [0, 1, 2, 3, 4, 5]],
     "model.loop_lora.norms": [True, False],
     "model.exit_gate": ["none", "linear", "norm_linear"],
+    "model.exit_gate_stale": [True],
     "data.path": [None, With("TEXT", {"data.task": None, "model.vocab_size": 300})],
     "data.corpus": [
         None,

@@ -21,6 +21,7 @@ NOT_IN_SOURCES = {
     "loop.gamma_init",
     "loop.random_state_seed",
     "trained_loops",
+    "exit_gate_stale",
 }
 """Fields of ours that a published format may leave out: they concern training, or what our own
 tools do beyond it."""
