@@ -368,6 +368,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ff half_relu_squared": {"ff": "half_relu_squared", "rotary_pairs": "interleaved"},
     "output_gate": {"output_gate": True, "num_kv_heads": 4},
     "init_std": {"init_std": 0.3, "modulation": ELR},
+    "core narrower": {
+        "core_d_model": 12,
+        "core_num_heads": 2,
+        "core_num_kv_heads": 1,
+        "prelude_norm": True,
+        "value_embeddings": [0, 1, 2],
+        **_loop(
+            initial_state="random",
+            random_state_std=0.4,
+            injection="diagonal",
+            state_projection=True,
+            **PLAIN,
+        ),
+    },
+    "core wider": {
+        "core_d_model": 20,
+        "core_num_kv_heads": 4,
+        "exit_gate": "norm_linear",
+        "final_norm": "none",
+        "modulation": TIME,
+        "qk_norm": "rms",
+        "loop_lora": {"rank": 2, "sets_by_loop": [0, -1, 1], "norms": True},
+        **_loop(initial_state="zero", injection="concat", state_projection=True),
+    },
+    "core heads": {"core_num_heads": 6, "modulation": ELR},
+    "logit_soft_cap": {"logit_soft_cap": 1.5},
+    "logit_soft_cap ngpt": {**NGPT, "logit_soft_cap": 3.0, **_loop(unit_norm=True)},
     "tied and scaled": {"tie_embeddings": True, "embed_scale": 4.0},
 }
 """Name -> changes of BASE."""

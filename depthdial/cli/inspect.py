@@ -130,19 +130,26 @@ def _structure(config: ModelConfig) -> list[tuple[str, str]]:
     loop = config.loop
     beyond = {"refuse": "refused", "extrapolate": "allowed"}[loop.beyond_max_loops]
     loops = f"{config.num_loops} by default, made for 1 to {config.max_loops}, beyond: {beyond}"
+    core, width = config.core_config, f"{config.d_model:,}"
     heads = (
         f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values"
     )
+    if core is not config:
+        width += f", in the core {core.d_model:,}"
+        heads += f"; in the core {core.num_heads} and {core.num_kv_heads}"
     if config.sliding is not None:
         heads += f"; letter S sees {config.sliding.window} tokens"
+    vocabulary = f"{config.vocab_size:,}{', tied' if config.tie_embeddings else ''}"
+    if config.logit_soft_cap is not None:
+        vocabulary += f"; logits within {config.logit_soft_cap:g}"
     rows = [
         ("loops", loops if config.max_loops > 1 else "1: a dense model"),
         *(_loop_rows(config) if config.max_loops > 1 else []),
-        ("width", f"{config.d_model:,}; {_feed_forward(config)}"),
+        ("width", f"{width}; {_feed_forward(config)}"),
         ("attention", heads if config.num_heads is not None else "none"),
         ("positions", _positions(config)),
         ("norms", f"{config.norm}; final norm: {config.final_norm}"),
-        ("vocabulary", f"{config.vocab_size:,}{', tied' if config.tie_embeddings else ''}"),
+        ("vocabulary", vocabulary),
         ("context", f"{config.max_context:,} tokens"),
         ("cache policy", loop.cache_policy),
     ]

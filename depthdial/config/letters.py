@@ -98,6 +98,8 @@ _EVERY_ATTENTION = frozenset(
     {
         "num_heads",
         "num_kv_heads",
+        "core_num_heads",
+        "core_num_kv_heads",
         "head_dim",
         "rotary_pairs",
         "rope_scaling",

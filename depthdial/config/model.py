@@ -24,6 +24,7 @@ from depthdial.config.limits import (
 )
 from depthdial.config.model_checks import (
     check_attention,
+    check_core,
     check_loop,
     check_model_options,
     check_segments,
@@ -268,6 +269,13 @@ class ModelConfig(StrictConfig):
     """Key and value heads, as num_heads, which it divides."""
     head_dim: Annotated[int, Field(ge=2, multiple_of=2, le=MAX_SIZE)] | None = None
     """Channels per head, as num_heads; free of d_model / num_heads."""
+    core_d_model: PositiveInt | None = None
+    """Width of the state and of the core's layers, in channels; null for d_model. The injection
+    maps the prelude output into it, the state projection maps the last state back."""
+    core_num_heads: PositiveInt | None = None
+    """Query heads inside the core; null for num_heads."""
+    core_num_kv_heads: PositiveInt | None = None
+    """Key and value heads inside the core, dividing its query heads; null for num_kv_heads."""
     d_ff: PositiveInt | None = None
     """Hidden width of the feed-forward MLP; null where no MLP has this width."""
     core_d_ff: PositiveInt | None = None
@@ -305,6 +313,8 @@ class ModelConfig(StrictConfig):
     """Use the embedding matrix as the output head."""
     embed_scale: PositiveFloat = 1.0
     """Embeddings are multiplied by this."""
+    logit_soft_cap: PositiveFloat | None = None
+    """c of c * tanh(logits / c), which keeps logits between -c and c; null for none."""
     norm: Literal["pre", "sandwich", "post_sum", "ngpt"] = "pre"
     """Norms of a sublayer: before the mixer; also on its output; also on the sum; or unit lengths
     with a step towards the mixer's output (`ngpt`)."""
@@ -349,6 +359,7 @@ class ModelConfig(StrictConfig):
         check_effects(self, MODEL_EFFECTS)
         check_segments(self)
         check_attention(self)
+        check_core(self)
         check_model_options(self)
         check_trained_loops(self)
         return self
@@ -374,6 +385,19 @@ class ModelConfig(StrictConfig):
     def key_width(self) -> int:
         """Channels of all key heads; 0 without attention."""
         return (self.num_kv_heads or 0) * (self.head_dim or 0)
+
+    @property
+    def core_config(self) -> Self:
+        """The config that the core's layers are built from: its own width and heads in the place
+        of the model's. Its `d_model` is the width of the state."""
+        own = {
+            "d_model": self.core_d_model,
+            "num_heads": self.core_num_heads,
+            "num_kv_heads": self.core_num_kv_heads,
+        }
+        changes = {name: value for name, value in own.items() if value is not None}
+        # The rules between fields have been checked for the whole model.
+        return self.model_copy(update=changes) if changes else self
 
     @property
     def sublayers(self) -> str:

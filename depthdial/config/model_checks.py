@@ -108,6 +108,38 @@ def check_attention(config: Any) -> None:
         )
 
 
+def check_core(config: Any) -> None:
+    """The core's own width and heads fit what meets them."""
+    for name in ("core_num_heads", "core_num_kv_heads"):
+        value = getattr(config, name)
+        if value is not None and not is_read(config.core_layout, name):
+            raise ValueError(
+                f"{name}={value} has no effect: the core '{config.core_layout}' has no attention."
+            )
+    core = config.core_config
+    if core.num_heads % core.num_kv_heads:
+        raise ValueError(
+            f"the core has {core.num_heads} query heads, no multiple of its {core.num_kv_heads} "
+            "key and value heads; set core_num_heads and core_num_kv_heads, null for the model's."
+        )
+    if core.d_model == config.d_model:
+        return
+    modulation = None if config.modulation is None else config.modulation.kind
+    for name, given, allowed in (
+        ("loop.injection", config.loop.injection, ("concat", "diagonal")),
+        ("loop.initial_state", config.loop.initial_state, ("zero", "random")),
+        ("loop.state_projection", config.loop.state_projection, (True,)),
+        ("final_norm", config.final_norm, ("head", "loop", "none")),
+        ("modulation.kind", modulation, (None, "time_step")),
+    ):
+        if given not in allowed:
+            raise ValueError(
+                f"core_d_model={core.d_model} is not d_model={config.d_model}, and {name}="
+                f"{given!r} needs states as wide as the prelude output; choose "
+                f"{' or '.join(map(repr, allowed))}, or core_d_model=null."
+            )
+
+
 def check_model_options(config: Any) -> None:
     """Options that need or exclude each other."""
     if config.num_loops > config.max_loops:

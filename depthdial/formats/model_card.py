@@ -120,6 +120,13 @@ def _opening(config: ModelConfig, format_name: str, origin: Origin | None) -> st
 def _facts(config: ModelConfig) -> list[tuple[str, str]]:
     parameters = count_parameters(config)
     prelude, core, coda = config.split
+    looped = config.core_config
+    own_core = [
+        (
+            "the same in the core",
+            f"{looped.d_model}, {looped.num_heads}, {looped.num_kv_heads} of {looped.head_dim}",
+        )
+    ]
     return [
         ("parameters", f"{parameters.total:,}"),
         ("sublayers in prelude / core / coda", f"{prelude} / {core} / {coda}"),
@@ -128,6 +135,7 @@ def _facts(config: ModelConfig) -> list[tuple[str, str]]:
             "width, heads, key/value heads",
             f"{config.d_model}, {config.num_heads}, {config.num_kv_heads} of {config.head_dim}",
         ),
+        *(own_core if looped is not config else []),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("context", f"{config.max_context:,} tokens"),
     ]

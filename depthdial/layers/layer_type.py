@@ -90,7 +90,10 @@ class LayerType:
 
 
 class PlacedLayer(NamedTuple):
-    """One layer of a model: its type, and where it stands."""
+    """One layer of a model: its type, where it stands, and the config that it is built from.
+
+    In the core that is `ModelConfig.core_config`, so that no layer knows of another width.
+    """
 
     layer: LayerType
     place: Place

@@ -32,7 +32,8 @@ def init_weights(model: nn.Module, config: ModelConfig, *, seed: int, prefix: st
     | gate W, b; gamma                   | 0; loop.gamma_init: beta = 0.5 ln 2 at 0 (ELR 3.1) |
     | delta rate                         | loop.delta_init                                   |
     | decay gate                         | up 0, log_decay 0, bias for alpha = 0.95          |
-    | diagonal injection                 | input = I, decay sqrt(0.2); state projection = I  |
+    | diagonal injection                 | input = I, decay sqrt(0.2); state projection = I; |
+    |   of another width                 |   both orthogonal, not I (arXiv 2604.12946)       |
     | scales of norm='ngpt'              | scale_std, so that they act as 1                  |
     | of mixers                          | as their `LayerType.initial_values` says first    |
     | modulation MLP                     | N(0, 1 / fan-in), biases 0                        |
@@ -59,8 +60,8 @@ def _init_parameter(
     generator, std = _generator(name, seed=seed), config.init_std
     of_mixer = split_mixer_name(name, placed)
     if of_mixer is not None:
-        (layer, *_), inner = of_mixer
-        own = layer.initial_values(inner, parameter.shape, config, generator)
+        (layer, _, layer_config), inner = of_mixer
+        own = layer.initial_values(inner, parameter.shape, layer_config, generator)
         if own is not None:
             parameter.copy_(torch.as_tensor(own))
             return
@@ -72,7 +73,11 @@ def _init_parameter(
         return
     parts = name.split(".")
     if name in ("injection.input.weight", "state_projection.weight"):
-        nn.init.eye_(parameter)
+        if parameter.shape[0] == parameter.shape[1]:
+            nn.init.eye_(parameter)
+        else:
+            drawn = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.copy_(nn.init.orthogonal_(drawn, generator=generator))
         return
     if parts[0] in ("modulation", "loop_lora"):
         std = parameter.shape[-1] ** -0.5

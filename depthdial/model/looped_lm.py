@@ -115,20 +115,22 @@ class LoopedLM(nn.Module):
             for segment in self.segments
         )
         self.coda_stack = build_stack(config, "coda")
-        self.injection = Injection(d_model, config.loop)
-        self.state_update = StateUpdate(d_model, config.loop)
+        d_state = config.core_config.d_model
+        self.injection = Injection(d_model, config.loop, d_state=d_state)
+        self.state_update = StateUpdate(d_state, config.loop)
         projects = config.loop.state_projection
-        self.state_projection = nn.Linear(d_model, d_model, bias=False) if projects else None
+        self.state_projection = nn.Linear(d_state, d_model, bias=False) if projects else None
         self.modulation = make_conditioning(config)
         deltas = config.loop_lora
         self.loop_lora = None if deltas is None else LoopLora(self.core_stack, deltas)
         has_final = config.final_norm != "none"
-        self.final_norm = RMSNorm(d_model, config.norm_eps) if has_final else None
+        normed = d_state if config.final_norm == "loop" else d_model
+        self.final_norm = RMSNorm(normed, config.norm_eps) if has_final else None
         tied = config.tie_embeddings
         self.lm_head = None if tied else nn.Linear(d_model, vocab_size, bias=False)
         self.logit_scale = nn.Parameter(torch.ones(vocab_size)) if config.ngpt else None
         has_norm, has_gate = config.exit_gate == "norm_linear", config.exit_gate != "none"
-        self.exit_gate = ExitGate(d_model, has_norm=has_norm) if has_gate else None
+        self.exit_gate = ExitGate(d_state, has_norm=has_norm) if has_gate else None
         init_weights(self, config, seed=seed)
 
     def forward(
@@ -153,7 +155,8 @@ class LoopedLM(nn.Module):
             positions_BT: positions; default: 0.. per document, padding not counted.
             padding_mask_BT: 1 at real tokens, 0 at padding, on any side; bool, int or float.
             document_ids_BT: tokens attend within equal ids only.
-            initial_state_BTD: s_0; default what the config's `initial_state` says.
+            initial_state_BTD: s_0, in the core's width; default what the config's
+                `initial_state` says.
             step_sizes: of the loops, [loops] or [B, most loops], for a model conditioned on time.
             on_loop: called after each pass; may return a replacement for the state.
 
@@ -201,13 +204,14 @@ class LoopedLM(nn.Module):
         )
         prelude = self.prelude if call.blocks is None else call.blocks.prelude
         h_in_BTD = prelude(x_BTD, slots=binding.slots("prelude"), ctx=ctx)
-        state_BTD = call.initial_state_BTD
+        state_BTD, width = call.initial_state_BTD, self.config.core_config.d_model
         if state_BTD is None:
-            state_BTD = initial_state(h_in_BTD, ctx.positions_BT, self.config.loop)
-        elif state_BTD.shape != h_in_BTD.shape:
+            loop = self.config.loop
+            state_BTD = initial_state(h_in_BTD, ctx.positions_BT, loop, width=width)
+        elif state_BTD.shape != (*h_in_BTD.shape[:-1], width):
             raise ValueError(
-                f"initial_state_BTD has shape {tuple(state_BTD.shape)}, but the prelude output "
-                f"has {tuple(h_in_BTD.shape)}; both must agree."
+                f"initial_state_BTD has shape {tuple(state_BTD.shape)}, but the states of this "
+                f"call have {(*h_in_BTD.shape[:-1], width)}; both must agree."
             )
         return Begun(call, h_in_BTD, state_BTD, ctx, binding)
 
@@ -396,11 +400,15 @@ class LoopedLM(nn.Module):
         if self.final_norm is not None and self.config.final_norm != "loop":
             x_BTD = self.final_norm(x_BTD)
         logits_BTV = F.linear(x_BTD, weight)
-        if self.logit_scale is None or self.config.ngpt is None:
-            return logits_BTV
-        # fp32: the scale is large where the logits of unit vectors are small.
-        wide = wide_dtype(logits_BTV.dtype)
-        return logits_BTV.to(wide) * (self.logit_scale.to(wide) / self.config.ngpt.scale_std)
+        wide, cap = wide_dtype(logits_BTV.dtype), self.config.logit_soft_cap
+        if self.logit_scale is not None and self.config.ngpt is not None:
+            # fp32: the scale is large where the logits of unit vectors are small.
+            scale_V = self.logit_scale.to(wide) / self.config.ngpt.scale_std
+            logits_BTV = logits_BTV.to(wide) * scale_V
+        if cap is not None:
+            # fp32: near the cap, neighbouring logits round to one.
+            logits_BTV = cap * torch.tanh(logits_BTV.to(wide) / cap)
+        return logits_BTV
 
     def loop_modulation(
         self,

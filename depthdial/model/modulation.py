@@ -233,7 +233,7 @@ class TimeModulation(LoopConditioning):
 
     def __init__(self, config: ModelConfig, cond: TimeModulationConfig) -> None:
         super().__init__(config)
-        d_model = config.d_model
+        d_model = config.core_config.d_model
         self.embedding = SinusoidalEmbedding(cond.embed_dim, 1.0)
         self.time_in = nn.Linear(cond.embed_dim, d_model)
         self.time_out = nn.Linear(d_model, d_model)

@@ -59,11 +59,12 @@ def placed_layers(config: ModelConfig) -> Placed:
     below: Counter[SlotKind] = Counter()
     placed = {}
     for block, layout in config.layouts.items():
+        own_config = config.core_config if block == "core" else config
         layers = []
         for letter in layout:
             kind = LETTERS[letter].slot
             place = Place(is_core=block == "core", num_below=below[kind])
-            layers.append(PlacedLayer(LAYERS[letter], place, config))
+            layers.append(PlacedLayer(LAYERS[letter], place, own_config))
             below[kind] += 1
         placed[block] = tuple(layers)
     return placed

@@ -39,20 +39,22 @@ class GateParams(NamedTuple):
     log_decay: Tensor | None = None
 
 
-def initial_state(h_in_BTD: Tensor, positions_BT: Tensor, config: LoopConfig) -> Tensor:
-    """s_0: h_in (ELR section 3.1), zeros, or noise that depends on (seed, position, channel)
-    alone, so that batch, padding, chunks and cache do not change it (truncated normal as in
-    arXiv 2502.05171).
+def initial_state(
+    h_in_BTD: Tensor, positions_BT: Tensor, config: LoopConfig, *, width: int
+) -> Tensor:
+    """s_0 [B, T, width]: h_in (ELR section 3.1), zeros, or noise that depends on (seed, position,
+    channel) alone, so that batch, padding, chunks and cache do not change it (truncated normal as
+    in arXiv 2502.05171).
     """
     if config.initial_state == "prelude":
         return h_in_BTD
     if config.initial_state == "zero":
-        return torch.zeros_like(h_in_BTD)
+        return h_in_BTD.new_zeros((*h_in_BTD.shape[:-1], width))
     assert config.random_state_std is not None
     noise_BTD = truncated_normal(
-        positions_BT, h_in_BTD.shape[-1], seed=config.random_state_seed, std=config.random_state_std
+        positions_BT, width, seed=config.random_state_seed, std=config.random_state_std
     )
-    return noise_BTD.to(h_in_BTD.dtype).expand_as(h_in_BTD)
+    return noise_BTD.to(h_in_BTD.dtype).expand(*h_in_BTD.shape[:-1], width)
 
 
 def decay_speed(log_decay_D: Tensor) -> Tensor:
@@ -67,18 +69,23 @@ class Injection(nn.Module):
     | add       z = s + h_in                          (ELR Eq. 1)                           |
     | concat    z = W [s; h_in]                       (arXiv 2502.05171, 2511.07384)         |
     | diagonal  z = exp(-dt e^a) s + dt B h_in, dt = softplus(step_bias)  (arXiv 2604.12946) |
+
+    Args: d_model: width of h_in; d_state: width of s and z, which concat and diagonal may have
+        apart from it.
     """
 
-    def __init__(self, d_model: int, config: LoopConfig) -> None:
+    def __init__(self, d_model: int, config: LoopConfig, *, d_state: int) -> None:
         super().__init__()
         self.name = config.injection
         is_diagonal = config.injection == "diagonal"
         self.adapter = (
-            nn.Linear(2 * d_model, d_model, bias=False) if config.injection == "concat" else None
+            nn.Linear(d_state + d_model, d_state, bias=False)
+            if config.injection == "concat"
+            else None
         )
-        self.log_decay = nn.Parameter(torch.zeros(d_model)) if is_diagonal else None
-        self.step_bias = nn.Parameter(torch.zeros(d_model)) if is_diagonal else None
-        self.input = nn.Linear(d_model, d_model, bias=False) if is_diagonal else None
+        self.log_decay = nn.Parameter(torch.zeros(d_state)) if is_diagonal else None
+        self.step_bias = nn.Parameter(torch.zeros(d_state)) if is_diagonal else None
+        self.input = nn.Linear(d_model, d_state, bias=False) if is_diagonal else None
 
     def forward(self, state_BTD: Tensor, h_in_BTD: Tensor) -> Tensor:
         """Core input before modulation [B, T, D]."""
@@ -254,21 +261,24 @@ UPDATES: dict[UpdateName, StateUpdateFunction] = {
 
 
 class StateUpdate(nn.Module):
-    """The parameters of the configured update, and the call to it."""
+    """The parameters of the configured update, and the call to it.
 
-    def __init__(self, d_model: int, config: LoopConfig) -> None:
+    Args: d_state: width of the state.
+    """
+
+    def __init__(self, d_state: int, config: LoopConfig) -> None:
         super().__init__()
         self.name = config.update
         is_adaptive, is_delta = config.update == "adaptive_delta", config.update == "delta"
-        self.gate = nn.Linear(d_model, d_model) if is_adaptive else None
-        self.gamma = nn.Parameter(torch.zeros(d_model)) if is_adaptive else None
-        self.rate = nn.Parameter(torch.full((d_model,), config.delta_init)) if is_delta else None
+        self.gate = nn.Linear(d_state, d_state) if is_adaptive else None
+        self.gamma = nn.Parameter(torch.zeros(d_state)) if is_adaptive else None
+        self.rate = nn.Parameter(torch.full((d_state,), config.delta_init)) if is_delta else None
         self.down = self.up = self.log_decay = None
         if config.update == "decay_gate":
             assert config.gate_rank is not None
-            self.down = nn.Linear(d_model, config.gate_rank, bias=False)
-            self.up = nn.Linear(config.gate_rank, d_model)
-            self.log_decay = nn.Parameter(torch.zeros(d_model))
+            self.down = nn.Linear(d_state, config.gate_rank, bias=False)
+            self.up = nn.Linear(config.gate_rank, d_state)
+            self.log_decay = nn.Parameter(torch.zeros(d_state))
 
     def params(self) -> GateParams:
         """The parameters as the update functions take them."""

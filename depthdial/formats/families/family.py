@@ -32,6 +32,9 @@ DENSE = {
     "modulation": None,
     "loop_lora": None,
     "segments": [],
+    "core_d_model": None,
+    "core_num_heads": None,
+    "core_num_kv_heads": None,
     "exit_gate": "none",
     "loop.update": "replace",
     "loop.injection": "none",
@@ -145,7 +148,13 @@ def _flat(config: ModelConfig) -> dict[str, Any]:
 
     visit(config.to_dict(), "")
     flat["layout"] = config.sublayers
-    for name, default in (("core_d_ff", config.d_ff), ("qk_norm_eps", config.norm_eps)):
+    for name, default in (
+        ("core_d_ff", config.d_ff),
+        ("core_d_model", config.d_model),
+        ("core_num_heads", config.num_heads),
+        ("core_num_kv_heads", config.num_kv_heads),
+        ("qk_norm_eps", config.norm_eps),
+    ):
         if flat.get(name) == default:
             del flat[name]
     return flat

@@ -2,7 +2,9 @@
 
 Every loop starts with h <- exp(-dt A) h + dt (B e), per channel; a matrix C stands between the last
 state and the coda. Blocks are pre-norm, with norms without gain after the rotation of queries and
-keys, and an MLP of relu(x)^2 / 2.
+keys, and an MLP of relu(x)^2 / 2. The core may have another width and number of heads than the
+layers around it: B maps into its width and C out of it; its heads have the channels of the others,
+since all turn by one table, and as many keys as queries.
 """
 
 from __future__ import annotations
@@ -48,7 +50,6 @@ MUST_BE = {
     "clip_qkv": (None,),
     "debias_attention": (False,),
     "injection_type": ("diagonal",),
-    "logit_softcap": (None,),
     "mlp_class_name": ("BaseMLP",),
     "mup_model_scaling_factor": (1, 1.0),
     "nonlin_name": ("ReLU2",),
@@ -69,8 +70,6 @@ def read(source: SourceConfig) -> ModelConfig:
     for key, allowed in MUST_BE.items():
         source.expect(key, *allowed, default=allowed[0])
     d_model, num_heads = source.count("n_embd"), source.count("num_attention_heads")
-    source.expect("recurrent_embedding_dimension", None, d_model)
-    source.expect("recurrent_num_attention_heads", None, num_heads)
     d_ff = source.count("intermediate_size")
     core_d_ff = source.count("recurrent_intermediation_embedding_dimension", d_ff)
     parts = [source.layers(f"n_layers_in_{part}") for part in PARTS]
@@ -84,6 +83,7 @@ def read(source: SourceConfig) -> ModelConfig:
             "num_heads": num_heads,
             "num_kv_heads": source.count("num_key_value_heads", num_heads),
             "head_dim": d_model // num_heads,
+            **_read_core(source, d_model, num_heads),
             "d_ff": d_ff,
             "core_d_ff": None if core_d_ff == d_ff else core_d_ff,
             "ff": "half_relu_squared",
@@ -94,6 +94,7 @@ def read(source: SourceConfig) -> ModelConfig:
             "qk_norm_eps": torch.finfo(torch.float32).eps,
             "value_embeddings": value_layers(parts, loops["num_loops"]),
             "tie_embeddings": source.flag("tie_embeddings", default=True),
+            "logit_soft_cap": _read_soft_cap(source),
             "norm_eps": source.number("norm_eps", 1e-5),
             "prelude_norm": source.flag("prelude_norm"),
             **loops,
@@ -106,6 +107,30 @@ def read(source: SourceConfig) -> ModelConfig:
             },
         }
     )
+
+
+def _read_core(source: SourceConfig, d_model: int, num_heads: int) -> dict[str, int | None]:
+    """Width and heads of the core, null where they are those of the other layers."""
+    width = source.count("recurrent_embedding_dimension", d_model)
+    heads = source.count("recurrent_num_attention_heads", num_heads)
+    if width * num_heads != heads * d_model:
+        source.refuse(
+            f"recurrent_embedding_dimension={width} with {heads} heads in the core "
+            "(recurrent_num_attention_heads) gives them another number of channels than the "
+            f"{num_heads} heads of n_embd={d_model}; all heads turn by one rotary table, so the "
+            "numbers must be equal."
+        )
+    num_kv_heads = source.count("num_key_value_heads", num_heads)
+    return {
+        "core_d_model": None if width == d_model else width,
+        "core_num_heads": None if heads == num_heads else heads,
+        "core_num_kv_heads": None if heads == num_kv_heads else heads,
+    }
+
+
+def _read_soft_cap(source: SourceConfig) -> float | None:
+    is_capped = source.take("logit_softcap") is not None
+    return source.number("logit_softcap", 1.0) if is_capped else None
 
 
 def _read_rope(source: SourceConfig) -> dict[str, Any]:
@@ -178,6 +203,7 @@ def rules(config: ModelConfig, source: dict[str, Any]) -> list[TensorRule]:
 
 def to_source(config: ModelConfig) -> dict[str, Any]:
     scaling, layers = config.rope_scaling, layers_of_parts(config)
+    core = config.core_config
     return {
         **{key: allowed[0] for key, allowed in MUST_BE.items()},
         "name": "depthdial-export",
@@ -195,9 +221,10 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
         },
         "norm_eps": config.norm_eps,
         **{f"n_layers_in_{part}": n for part, n in zip(PARTS, layers, strict=True)},
-        "recurrent_embedding_dimension": config.d_model,
+        "recurrent_embedding_dimension": core.d_model,
         "recurrent_intermediation_embedding_dimension": config.core_d_ff or config.d_ff,
-        "recurrent_num_attention_heads": None,
+        "recurrent_num_attention_heads": config.core_num_heads,
+        "logit_softcap": config.logit_soft_cap,
         "prelude_norm": config.prelude_norm,
         "mean_recurrence": config.num_loops,
         "tie_embeddings": config.tie_embeddings,
@@ -207,7 +234,15 @@ def to_source(config: ModelConfig) -> dict[str, Any]:
 
 
 def limits(config: ModelConfig) -> list[str]:
+    prelude, core, _ = layers_of_parts(config)
+    has_tables = any(prelude <= layer < prelude + core for layer in config.value_embeddings)
+    own_keys = config.core_config.num_kv_heads != config.num_kv_heads
+    runs_here_only = [
+        "Value embeddings inside the core have the width of the core's values; the released code "
+        "gives them the width of the other layers' and cannot run this model."
+    ]
     return [
+        *(runs_here_only if has_tables and own_keys else []),
         "The published config states a mean loop count only; max_loops is twice it.",
         "The released evaluation draws a depth for each sequence unless one is given; here the "
         "depth is always that of the request.",

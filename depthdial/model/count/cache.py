@@ -38,12 +38,19 @@ def cache_slots(
 
     Raises: ValueError for an unknown policy or phase, or a policy that does not fit the core.
     """
+    return sum(_slots(config, num_loops, policy=policy, phase=phase))
+
+
+def _slots(
+    config: ModelConfig, num_loops: int, *, policy: CachePolicy, phase: CachePhase
+) -> tuple[int, int]:
+    """Slots outside the core, and those of the core."""
     require_count("num_loops", num_loops)
     if phase not in get_args(CachePhase):
         raise ValueError(f"phase='{phase}' is unknown; choose 'prompt_peak' or 'steady'.")
     entries = cache_rule(policy, config).entries(num_loops, is_prompt=phase == "prompt_peak")
     outside = count_slots(config.prelude_layout + config.coda_layout, "keys")
-    return outside + entries * count_slots(config.core_layout, "keys")
+    return outside, entries * count_slots(config.core_layout, "keys")
 
 
 def cache_bytes(
@@ -56,7 +63,7 @@ def cache_bytes(
     batch_size: int = 1,
     phase: CachePhase = "steady",
 ) -> int:
-    """Bytes of cached keys and values: 2 * G * C per token and slot.
+    """Bytes of cached keys and values: 2 * G * C per token and slot, with the core's own G.
 
     Layers with a window keep all tokens too.
 
@@ -67,9 +74,9 @@ def cache_bytes(
     require_count("context", context)
     require_count("bytes_per_value", bytes_per_value)
     require_count("batch_size", batch_size)
-    slots = cache_slots(config, num_loops, policy=policy, phase=phase)
-    values_per_token = 2 * config.key_width
-    return slots * values_per_token * context * batch_size * bytes_per_value
+    outside, core = _slots(config, num_loops, policy=policy, phase=phase)
+    values_per_token = 2 * (outside * config.key_width + core * config.core_config.key_width)
+    return values_per_token * context * batch_size * bytes_per_value
 
 
 def require_count(name: str, value: int) -> None:

@@ -177,7 +177,9 @@ def _mixing(
                 most = min(x for x in (reach.window, window, context) if x is not None)
                 # The first `most` queries see fewer tokens than that.
                 mean = most - most * (most - 1) / (2 * context)
-                total[placed.layer.flops_per_key(config)] += most if position == "last" else mean
+                total[placed.layer.flops_per_key(placed.config)] += (
+                    most if position == "last" else mean
+                )
         return total
 
     once, each_pass, again = seen(outside), seen(core), seen(core, window)
@@ -187,7 +189,7 @@ def _mixing(
         num_keys = once[flops] + len(passes) * each_pass[flops] + num_local * again[flops]
         total += flops * num_keys
     for layers, uses in ((outside, 1), (core, len(passes))):
-        total += uses * sum(placed.layer.flops_per_token(config) for placed in layers)
+        total += uses * sum(placed.layer.flops_per_token(placed.config) for placed in layers)
     return total
 
 

@@ -55,7 +55,8 @@ class ParameterCount:
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Unique parameters of the model that `config` describes."""
     d_model, vocabulary = config.d_model, config.vocab_size * config.d_model
-    blocks = {name: _block(config, layers) for name, layers in placed_layers(config).items()}
+    blocks = {name: _block(layers) for name, layers in placed_layers(config).items()}
+    normed = config.core_config.d_model if config.final_norm == "loop" else d_model
     prelude_norm = d_model if config.prelude_norm else 0
     head = 0 if config.tie_embeddings else vocabulary
     is_learned = config.positions == "learned"
@@ -67,7 +68,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         injection=_injection(config),
         state_update=_state_update(config) + state_projection(config),
         modulation=_modulation(config),
-        final_norm=0 if config.final_norm == "none" else d_model,
+        final_norm=0 if config.final_norm == "none" else normed,
         head=head + (config.vocab_size if config.ngpt is not None else 0),
         loop_lora=_loop_lora(config),
         exit_gate=_exit_gate(config),
@@ -76,21 +77,24 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 def gate_matrices(config: ModelConfig) -> int:
     """Weights of the matrices of the state update."""
+    width = config.core_config.d_model
     if config.loop.update == "adaptive_delta":
-        return config.d_model**2
+        return width**2
     if config.loop.update == "decay_gate":
-        return 2 * config.d_model * (config.loop.gate_rank or 0)
+        return 2 * width * (config.loop.gate_rank or 0)
     return 0
 
 
 def injection_matrices(config: ModelConfig) -> int:
     """Weights of the matrices that bring the prelude output into a loop."""
-    return {"concat": 2, "diagonal": 1}.get(config.loop.injection, 0) * config.d_model**2
+    width = config.core_config.d_model
+    inputs = {"concat": width + config.d_model, "diagonal": config.d_model}
+    return inputs.get(config.loop.injection, 0) * width
 
 
 def state_projection(config: ModelConfig) -> int:
     """Weights of the matrix between last state and coda."""
-    return config.d_model**2 if config.loop.state_projection else 0
+    return config.core_config.d_model * config.d_model if config.loop.state_projection else 0
 
 
 def low_rank_set(config: ModelConfig) -> int:
@@ -104,14 +108,16 @@ def low_rank_set(config: ModelConfig) -> int:
     )
 
 
-def _block(config: ModelConfig, layers: Sequence[PlacedLayer]) -> int:
+def _block(layers: Sequence[PlacedLayer]) -> int:
     """All parameters of a block."""
-    mixers = sum(layer.num_parameters() for layer in layers)
-    return mixers + len(layers) * _norms(config)
+    return sum(layer.num_parameters() + _norms(layer.config) for layer in layers)
 
 
 def _norms(config: ModelConfig) -> int:
-    """Norm gains of one sublayer; the step sizes of a normalised one."""
+    """Norm gains of one sublayer; the step sizes of a normalised one.
+
+    Args: config: of the sublayer's layer.
+    """
     if config.ngpt is not None:
         return config.d_model
     num_norms = 1 if config.norm == "pre" else 2
@@ -121,17 +127,19 @@ def _norms(config: ModelConfig) -> int:
 def _state_update(config: ModelConfig) -> int:
     """adaptive_delta: W, bias, gamma; delta: rate; decay_gate: two thin matrices, bias, decay."""
     vectors = {"adaptive_delta": 2, "delta": 1, "decay_gate": 2}
-    return gate_matrices(config) + vectors.get(config.loop.update, 0) * config.d_model
+    width = config.core_config.d_model
+    return gate_matrices(config) + vectors.get(config.loop.update, 0) * width
 
 
 def _injection(config: ModelConfig) -> int:
-    vectors = 2 * config.d_model if config.loop.injection == "diagonal" else 0
+    vectors = 2 * config.core_config.d_model if config.loop.injection == "diagonal" else 0
     return injection_matrices(config) + vectors
 
 
 def _exit_gate(config: ModelConfig) -> int:
-    norm = 2 * config.d_model if config.exit_gate == "norm_linear" else 0
-    return 0 if config.exit_gate == "none" else norm + config.d_model + 1
+    width = config.core_config.d_model
+    norm = 2 * width if config.exit_gate == "norm_linear" else 0
+    return 0 if config.exit_gate == "none" else norm + width + 1
 
 
 def _loop_lora(config: ModelConfig) -> int:
@@ -139,7 +147,7 @@ def _loop_lora(config: ModelConfig) -> int:
     if config.loop_lora is None:
         return 0
     has_gains = config.loop_lora.norms and config.ngpt is None
-    gains = len(config.core_layout) * _norms(config) if has_gains else 0
+    gains = len(config.core_layout) * _norms(config.core_config) if has_gains else 0
     if has_gains and config.qk_norm == "rms":
         takes = ["head_gains" in LETTERS[letter].conditioned_by for letter in config.core_layout]
         gains += sum(takes) * 2 * config.head_dim
@@ -154,6 +162,7 @@ def _modulation(config: ModelConfig) -> int:
 
     d_model, method = config.d_model, config.modulation
     if isinstance(method, TimeModulationConfig):
+        d_model = config.core_config.d_model
         embedder = linear(method.embed_dim, d_model) + linear(d_model, d_model)
         return 2 * embedder + len(config.core_layout) * linear(d_model, 2 * d_model)
     if not isinstance(method, ModulationConfig):
