@@ -44,6 +44,13 @@ def by_part(tensors: Mapping[str, Tensor | None], what: str) -> Entries:
     return {f"{what} {part}": joined(group) for part, group in sorted(parts.items())}
 
 
+def first_state(model: Any, ids: Tensor) -> Tensor:
+    """States that a call can start from, in the width of the core."""
+    state = 0.3 * model.embedding(ids.flip(1))
+    width = dict(model.config).get("core_d_model") or model.config.d_model
+    return F.pad(state, (0, width - state.shape[-1]))
+
+
 def measured(model: Any, *, has_gradients: bool = True) -> Entries:
     """Logits, states, losses and gradients of a model in float64."""
     config = model.config
@@ -67,7 +74,7 @@ def measured(model: Any, *, has_gradients: bool = True) -> Entries:
             ids, num_loops=2, positions_BT=torch.arange(LENGTH)[None].expand(ROWS, -1) + 5
         )
         entries["logits, given state"] = model(
-            ids, num_loops=2, initial_state_BTD=0.3 * model.embedding(ids.flip(1))
+            ids, num_loops=2, initial_state_BTD=first_state(model, ids)
         )
         if "embed_dim" in dict(config.modulation or ()) and config.modulation.kind == "time_step":
             steps = torch.tensor([[0.5, 0.3, 0.2], [0.75, 0.25, 0.0], [1.0, 0.0, 0.0]])

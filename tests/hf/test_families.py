@@ -37,6 +37,7 @@ CASES = (
     *SWITCHES,
     "ouro",
     "parcae",
+    "parcae, f02 core of another width and capped logits",
     "qwen3",
     "retrofit",
     "retrofit, converted here",
@@ -70,6 +71,11 @@ def model_of(name, folder):
         return retrofitted(folder)
     if name in SWITCHES:
         return open_golden("nanbeige", **SWITCHES[name]).model().eval()
+    if "f02" in name:
+        config = open_golden("parcae").config.replace(
+            core_d_model=36, core_num_heads=3, core_num_kv_heads=3, logit_soft_cap=2.0, init_std=0.3
+        )
+        return LoopedLM(config).eval()
     return open_golden(name).model().eval()
 
 

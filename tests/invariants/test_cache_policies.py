@@ -49,6 +49,33 @@ def test_policy_equals_its_slow_reference(model, policy, num_loops):
         assert (ours - expected).abs().max() <= TOLERANCE
 
 
+@pytest.fixture(scope="module")
+def model_with_own_core():
+    """A core of another width, with other heads and other keys."""
+    return toy_model(
+        core_d_model=20,
+        core_num_heads=3,
+        core_num_kv_heads=1,
+        modulation=None,
+        loop={"injection": "concat", "initial_state": "zero", "state_projection": True},
+    )
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_f02_policy_equals_its_slow_reference_with_a_core_of_its_own_width(
+    model_with_own_core, policy
+):
+    model, tokens = model_with_own_core, toy_tokens(1, 7)
+    cache, slow = new_cache(model, policy), SlowDecoder(model, policy)
+    for first, last in ((0, 4), (4, 5), (5, 6), (6, 7)):
+        if first == 4:
+            cache.end_prompt()
+            slow.end_prompt()
+        ours = model(tokens[:, first:last], num_loops=3, cache=cache)
+        expected = slow(tokens[:, first:last], num_loops=3)
+        assert (ours - expected).abs().max() <= TOLERANCE
+
+
 @pytest.mark.parametrize("policy", VARIED)
 def test_policy_follows_its_rule_when_loop_counts_vary_between_calls(model, policy):
     tokens = toy_tokens(1, 12)

@@ -73,6 +73,64 @@ def executed_flops(
     return counter.get_total_flops()
 
 
+OWN_CORES = {
+    "narrower": {
+        "core_d_model": 40,
+        "core_num_heads": 2,
+        "core_num_kv_heads": 1,
+        "exit_gate": "norm_linear",
+        "value_embeddings": [0, 1, 3],
+        "loop": {
+            "injection": "diagonal",
+            "initial_state": "zero",
+            "state_projection": True,
+            "update": "decay_gate",
+            "gate_rank": 3,
+        },
+    },
+    "wider": {
+        "core_d_model": 72,
+        "modulation": {"kind": "time_step", "embed_dim": 6},
+        "qk_norm": "rms",
+        "loop_lora": {"rank": 2, "sets_by_loop": [0, 1], "norms": True},
+        "loop": {"injection": "concat", "initial_state": "zero", "state_projection": True},
+    },
+    "normed in the loop": {
+        "core_d_model": 40,
+        "split": [4, 8, 0],
+        "final_norm": "loop",
+        "loop": {
+            "injection": "concat",
+            "initial_state": "zero",
+            "state_projection": True,
+            "update": "delta",
+        },
+    },
+    "other heads": {"core_num_heads": 6, "core_num_kv_heads": 3},
+}
+"""Cores with a width or heads of their own."""
+
+
+@pytest.mark.parametrize("changes", OWN_CORES.values(), ids=OWN_CORES)
+def test_f02_parameters_flops_and_cache_of_a_core_of_its_own_are_counted(changes):
+    config, num_tokens = variant(**changes), 7
+    with torch.device("meta"):
+        model = LoopedLM(config)
+    parts = {"core": model.core_stack, "injection": model.injection, "exit_gate": model.exit_gate}
+    counted = count_parameters(config)
+    assert counted.total == sum(p.numel() for p in model.parameters())
+    for name, module in parts.items():
+        numbers = 0 if module is None else sum(p.numel() for p in module.parameters())
+        assert vars(counted)[name] == numbers
+    flops = flops_per_token(config, 3, context=num_tokens, position="last")
+    assert executed_flops(config, 3, num_tokens) == num_tokens * flops.total
+    cache = LoopCache(config, batch_size=2, capacity=num_tokens, policy="per_loop")
+    with torch.no_grad():
+        LoopedLM(config)(torch.zeros(2, num_tokens, dtype=torch.long), num_loops=3, cache=cache)
+    sizes = {"context": num_tokens + 1, "bytes_per_value": 4, "batch_size": 2}
+    assert cache.num_bytes() == cache_bytes(config, 3, policy="per_loop", **sizes)
+
+
 @pytest.mark.parametrize("num_loops", [1, 3])
 @pytest.mark.parametrize(
     "changes",
