@@ -179,6 +179,11 @@ MODEL_EFFECTS = (
         "because the core '{c.core_layout}' has no feed-forward layer",
     ),
     Idle(
+        ("core_num_heads", "core_num_kv_heads"),
+        lambda c: not is_read(c.core_layout, "core_num_heads"),
+        "because the core '{c.core_layout}' has no attention layer",
+    ),
+    Idle(
         (
             "rope_theta",
             "rotary_frac",

@@ -110,14 +110,15 @@ def check_attention(config: Any) -> None:
 
 def check_core(config: Any) -> None:
     """The core's own width and heads fit what meets them."""
-    for name in ("core_num_heads", "core_num_kv_heads"):
-        value = getattr(config, name)
-        if value is not None and not is_read(config.core_layout, name):
-            raise ValueError(
-                f"{name}={value} has no effect: the core '{config.core_layout}' has no attention."
-            )
     core = config.core_config
-    if core.num_heads % core.num_kv_heads:
+    for name in ("core_num_heads", "core_num_kv_heads"):
+        value, outer = getattr(config, name), config.prelude_layout + config.coda_layout
+        if value is not None and not is_read(outer, name):
+            raise ValueError(
+                f"{name}={value}, and every attention layer stands in the core "
+                f"'{config.core_layout}': set {name.removeprefix('core_')}, which says their heads."
+            )
+    if core.num_heads is not None and core.num_heads % core.num_kv_heads:
         raise ValueError(
             f"the core has {core.num_heads} query heads, no multiple of its {core.num_kv_heads} "
             "key and value heads; set core_num_heads and core_num_kv_heads, null for the model's."

@@ -273,8 +273,8 @@ def test_f02_tensors_of_another_width_than_the_config_s_are_refused(opened, tmp_
     ("family", "changes"),
     [
         ("huginn", {"core_d_model": 64, "loop.state_projection": True, "final_norm": "head"}),
-        ("ouro", {"core_num_heads": 8}),
-        ("ouro", {"core_num_kv_heads": 1}),
+        ("huginn", {"core_num_heads": 10}),
+        ("huginn", {"core_num_kv_heads": 1}),
         ("llama", {"logit_soft_cap": 9.0}),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthdial.model.call import Call, build_context
 from depthdial.model.looped_lm import LoopCarry, LoopedLM
+from depthdial.model.update import initial_state
 
 Entry = tuple[Tensor, Tensor]
 """Key and value of one token, [G, C] each."""
@@ -109,7 +110,7 @@ class SlowSlot:
         self.mode = mode
         self.is_read_only = mode == "read"
 
-    def attend(self, q_BTHC, k_BTGC, v_BTGC, *, mask, scale):
+    def attend(self, q_BTHC, k_BTGC, v_BTGC, *, spec, scale):
         y = torch.zeros_like(q_BTHC)
         for t, token in enumerate(self.call):
             if self.mode == "write":
@@ -153,7 +154,8 @@ class SlowDecoder:
         ctx, _ = build_context(given, model.config, dtype=torch.float32)
         call = {key: [SlowToken() for _ in range(count)] for key in self.stored}
         h_in = model.prelude(model.embed(tokens_1T), slots=self._slots("prelude", call), ctx=ctx)
-        state = h_in
+        width = model.config.core_config.d_model
+        state = initial_state(h_in, positions, model.config.loop, width=width)
         for loop in range(num_loops):
             mode = "read" if self.policy == "share_first" and loop else "write"
             slots = self._slots("core", call, loop=loop, num_loops=num_loops, mode=mode)

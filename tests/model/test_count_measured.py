@@ -79,7 +79,6 @@ OWN_CORES = {
         "core_num_heads": 2,
         "core_num_kv_heads": 1,
         "exit_gate": "norm_linear",
-        "value_embeddings": [0, 1, 3],
         "loop": {
             "injection": "diagonal",
             "initial_state": "zero",
@@ -124,6 +123,11 @@ def test_f02_parameters_flops_and_cache_of_a_core_of_its_own_are_counted(changes
         assert vars(counted)[name] == numbers
     flops = flops_per_token(config, 3, context=num_tokens, position="last")
     assert executed_flops(config, 3, num_tokens) == num_tokens * flops.total
+    # Their tables have the width of the core's values; their gates count no FLOPs.
+    embedded = config.replace(value_embeddings=[0, 1, 3])
+    with torch.device("meta"):
+        tensors = LoopedLM(embedded).parameters()
+    assert count_parameters(embedded).total == sum(p.numel() for p in tensors)
     cache = LoopCache(config, batch_size=2, capacity=num_tokens, policy="per_loop")
     with torch.no_grad():
         LoopedLM(config)(torch.zeros(2, num_tokens, dtype=torch.long), num_loops=3, cache=cache)
