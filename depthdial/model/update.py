@@ -40,12 +40,13 @@ class GateParams(NamedTuple):
 
 
 def initial_state(
-    h_in_BTD: Tensor, positions_BT: Tensor, config: LoopConfig, *, width: int
+    h_in_BTD: Tensor, positions_BT: Tensor, config: LoopConfig, *, width: int | None = None
 ) -> Tensor:
     """s_0 [B, T, width]: h_in (ELR section 3.1), zeros, or noise that depends on (seed, position,
     channel) alone, so that batch, padding, chunks and cache do not change it (truncated normal as
-    in arXiv 2502.05171).
+    in arXiv 2502.05171). width: None for that of h_in.
     """
+    width = h_in_BTD.shape[-1] if width is None else width
     if config.initial_state == "prelude":
         return h_in_BTD
     if config.initial_state == "zero":
@@ -70,13 +71,14 @@ class Injection(nn.Module):
     | concat    z = W [s; h_in]                       (arXiv 2502.05171, 2511.07384)         |
     | diagonal  z = exp(-dt e^a) s + dt B h_in, dt = softplus(step_bias)  (arXiv 2604.12946) |
 
-    Args: d_model: width of h_in; d_state: width of s and z, which concat and diagonal may have
-        apart from it.
+    Args: d_model: width of h_in; d_state: width of s and z, None for d_model; concat and diagonal
+        may have another.
     """
 
-    def __init__(self, d_model: int, config: LoopConfig, *, d_state: int) -> None:
+    def __init__(self, d_model: int, config: LoopConfig, *, d_state: int | None = None) -> None:
         super().__init__()
         self.name = config.injection
+        d_state = d_model if d_state is None else d_state
         is_diagonal = config.injection == "diagonal"
         self.adapter = (
             nn.Linear(d_state + d_model, d_state, bias=False)
