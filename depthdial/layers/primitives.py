@@ -70,6 +70,17 @@ def wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x.dtype))
 
 
+class WideLinear(nn.Linear):
+    """W x + b with the sum in at least fp32: near saturation a sigmoid of bf16 logits moves in
+    steps of half a percent. The product runs in the dtype of the other matrix products.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight)
+        logits = logits.to(wide_dtype(logits.dtype))
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+
 class LowRankPair(NamedTuple):
     """Two thin matrices: down [R, I] and up [O, R] for all rows of the batch, or down [B, R, I]
     and up [B, O, R] with a pair for each row."""

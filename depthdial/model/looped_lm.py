@@ -396,10 +396,9 @@ class LoopedLM(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V]."""
-        weight = self.embedding.weight if self.lm_head is None else self.lm_head.weight
         if self.final_norm is not None and self.config.final_norm != "loop":
             x_BTD = self.final_norm(x_BTD)
-        logits_BTV = F.linear(x_BTD, weight)
+        logits_BTV = self._tied_head(x_BTD) if self.lm_head is None else self.lm_head(x_BTD)
         wide, cap = wide_dtype(logits_BTV.dtype), self.config.logit_soft_cap
         if self.logit_scale is not None and self.config.ngpt is not None:
             # fp32: the scale is large where the logits of unit vectors are small.
@@ -409,6 +408,14 @@ class LoopedLM(nn.Module):
             # fp32: near the cap, neighbouring logits round to one.
             logits_BTV = cap * torch.tanh(logits_BTV.to(wide) / cap)
         return logits_BTV
+
+    def _tied_head(self, x_BTD: Tensor) -> Tensor:
+        """The product with the embedding of every token id."""
+        if isinstance(self.embedding, nn.Embedding):
+            return F.linear(x_BTD, self.embedding.weight)
+        # Whatever is wrapped around the embedding (an adapter) belongs to the head too.
+        every_id = torch.arange(self.config.vocab_size, device=x_BTD.device)
+        return F.linear(x_BTD, self.embedding(every_id))
 
     def loop_modulation(
         self,

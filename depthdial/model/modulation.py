@@ -162,7 +162,7 @@ class ELRModulation(LoopConditioning):
         d_model = config.d_model
         self.max_loops = config.max_loops
         self.keeps_one_loop = cond.neutral == "one_loop"
-        self.embedding = SinusoidalEmbedding(cond.embed_dim, cond.embed_scale)
+        self.ladder = SinusoidalEmbedding(cond.embed_dim, cond.embed_scale)
         self.mlp_in = nn.Linear(2 * cond.embed_dim, cond.d_cond)
         self.mlp_out = nn.Linear(cond.d_cond, cond.d_cond)
         self.core = nn.ModuleList(ModulatedSublayer(d_model, cond) for _ in config.core_layout)
@@ -172,7 +172,7 @@ class ELRModulation(LoopConditioning):
 
     def condition(self, progress_U: Tensor, budget_U: Tensor) -> Tensor:
         """c = MLP([phi(progress); phi(budget)]), [U, d_cond]."""
-        both = torch.cat([self.embedding(progress_U), self.embedding(budget_U)], dim=-1)
+        both = torch.cat([self.ladder(progress_U), self.ladder(budget_U)], dim=-1)
         return self.mlp_out(F.silu(self.mlp_in(both.to(self.mlp_in.weight.dtype))))
 
     def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
@@ -234,7 +234,7 @@ class TimeModulation(LoopConditioning):
     def __init__(self, config: ModelConfig, cond: TimeModulationConfig) -> None:
         super().__init__(config)
         d_model = config.core_config.d_model
-        self.embedding = SinusoidalEmbedding(cond.embed_dim, 1.0)
+        self.ladder = SinusoidalEmbedding(cond.embed_dim, 1.0)
         self.time_in = nn.Linear(cond.embed_dim, d_model)
         self.time_out = nn.Linear(d_model, d_model)
         self.step_in = nn.Linear(cond.embed_dim, d_model)
@@ -244,7 +244,7 @@ class TimeModulation(LoopConditioning):
     def condition(self, time_U: Tensor, step_U: Tensor) -> Tensor:
         """c = E_t(t) + E_s(step), [U, D]."""
         dtype = self.time_in.weight.dtype
-        time_UE, step_UE = self.embedding(time_U).to(dtype), self.embedding(step_U).to(dtype)
+        time_UE, step_UE = self.ladder(time_U).to(dtype), self.ladder(step_U).to(dtype)
         time_UD = self.time_out(F.silu(self.time_in(time_UE)))
         return time_UD + self.step_out(F.silu(self.step_in(step_UE)))
 

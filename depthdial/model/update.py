@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, UpdateName
-from depthdial.layers.primitives import rms_normalise, wide_dtype
+from depthdial.layers.primitives import WideLinear, rms_normalise, wide_dtype
 from depthdial.model.conditioning import EntryModulation, UpdateModulation
 from depthdial.model.noise import truncated_normal
 
@@ -24,18 +24,18 @@ MAX_LOG_DECAY = 20.0
 
 
 class GateParams(NamedTuple):
-    """Parameters of the updates; None if unused.
+    """What the updates read beside the states; None if unused.
 
-    weight W [D, D], bias b [D], gamma [D]; a rate alpha [D]; or down [R, D], up [D, R], bias [D]
-    and log_decay [D] of the decay gate.
+    Fields:
+        logits: W z + b of the gate, or U V z + b of the decay gate, [B, T, D], at least fp32. A
+            function of the modules, never their weights: whatever wraps a module (an adapter, a
+            quantised product) acts on all that is computed with it.
+        gamma: [D]; rate: alpha [D]; log_decay: a [D].
     """
 
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
     gamma: Tensor | None = None
     rate: Tensor | None = None
-    down: Tensor | None = None
-    up: Tensor | None = None
     log_decay: Tensor | None = None
 
 
@@ -171,7 +171,7 @@ def adaptive_delta(
     Args:
         prev_BTD: state before this loop; candidate_BTD: core output of this loop.
         injected_BTD: core input before modulation, un-normalised; the gate reads this one.
-        params: weight W [D, D], bias b [D], gamma [D]; at zero, beta = 0.5 ln 2.
+        params: logits W z + b, gamma [D]; at zero, beta = 0.5 ln 2.
         mod: exit gain multiplies beta.
 
     Returns: next state, dtype of `prev_BTD`. beta is not bounded by 1.
@@ -191,20 +191,17 @@ def decay_gate(
 
         alpha = exp(-softplus(U V (r - s) + b) * e^a)
 
-    params: down V [R, D], up U [D, R], bias b [D], log_decay a [D]. Source: arXiv 2605.11011.
+    params: logits U V d + b of a difference d, log_decay a [D]. Source: arXiv 2605.11011.
     """
     return _move(prev_BTD, candidate_BTD, decay_rate(prev_BTD, candidate_BTD, params), mod)
 
 
 def decay_rate(prev_BTD: Tensor, candidate_BTD: Tensor, params: GateParams) -> Tensor:
     """alpha of `decay_gate`, at least fp32, [B, T, D]."""
-    assert params.down is not None and params.up is not None
-    assert params.bias is not None and params.log_decay is not None
-    logits_BTD = F.linear(F.linear(candidate_BTD - prev_BTD, params.down), params.up)
+    assert params.logits is not None and params.log_decay is not None
     # fp32: near alpha = 1 a bf16 exponent moves in steps of half a percent.
-    wide = wide_dtype(logits_BTD.dtype)
-    dt_BTD = F.softplus(logits_BTD.to(wide) + params.bias.to(wide))
-    return torch.exp(-dt_BTD * decay_speed(params.log_decay.to(wide)))
+    dt_BTD = F.softplus(params.logits(candidate_BTD - prev_BTD))
+    return torch.exp(-dt_BTD * decay_speed(params.log_decay.to(dt_BTD.dtype)))
 
 
 def damped(
@@ -221,12 +218,9 @@ def damped(
 
 def adaptive_rate(injected_BTD: Tensor, params: GateParams) -> Tensor:
     """beta = sigmoid(W z + b) * softplus(gamma), at least fp32, [B, T, D]."""
-    assert params.weight is not None and params.bias is not None and params.gamma is not None
-    logits_BTD = F.linear(injected_BTD, params.weight)
-    # fp32: near saturation the sigmoid of a bf16 logit moves in steps of half a percent.
-    wide = wide_dtype(logits_BTD.dtype)
-    gate_BTD = torch.sigmoid(logits_BTD.to(wide) + params.bias.to(wide))
-    return gate_BTD * F.softplus(params.gamma.to(wide))
+    assert params.logits is not None and params.gamma is not None
+    gate_BTD = torch.sigmoid(params.logits(injected_BTD))
+    return gate_BTD * F.softplus(params.gamma.to(gate_BTD.dtype))
 
 
 def _move(prev_BTD: Tensor, candidate_BTD: Tensor, rate: Tensor, mod: UpdateModulation) -> Tensor:
@@ -272,27 +266,24 @@ class StateUpdate(nn.Module):
         super().__init__()
         self.name = config.update
         is_adaptive, is_delta = config.update == "adaptive_delta", config.update == "delta"
-        self.gate = nn.Linear(d_state, d_state) if is_adaptive else None
+        self.gate = WideLinear(d_state, d_state) if is_adaptive else None
         self.gamma = nn.Parameter(torch.zeros(d_state)) if is_adaptive else None
         self.rate = nn.Parameter(torch.full((d_state,), config.delta_init)) if is_delta else None
         self.down = self.up = self.log_decay = None
         if config.update == "decay_gate":
             assert config.gate_rank is not None
             self.down = nn.Linear(d_state, config.gate_rank, bias=False)
-            self.up = nn.Linear(config.gate_rank, d_state)
+            self.up = WideLinear(config.gate_rank, d_state)
             self.log_decay = nn.Parameter(torch.zeros(d_state))
 
     def params(self) -> GateParams:
-        """The parameters as the update functions take them."""
-        if self.down is not None and self.up is not None:
-            return GateParams(
-                bias=self.up.bias,
-                down=self.down.weight,
-                up=self.up.weight,
-                log_decay=self.log_decay,
-            )
-        weight, bias = (None, None) if self.gate is None else (self.gate.weight, self.gate.bias)
-        return GateParams(weight, bias, self.gamma, self.rate)
+        """What the update functions read."""
+        logits = self.gate if self.down is None else self._thin_logits
+        return GateParams(logits, self.gamma, self.rate, self.log_decay)
+
+    def _thin_logits(self, x_BTD: Tensor) -> Tensor:
+        assert self.down is not None and self.up is not None
+        return self.up(self.down(x_BTD))
 
     def forward(
         self, prev_BTD: Tensor, candidate_BTD: Tensor, injected_BTD: Tensor, mod: UpdateModulation

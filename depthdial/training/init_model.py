@@ -97,6 +97,8 @@ def base_names(config: ModelConfig) -> frozenset[str]:
         exit_gate_stale=False,
         prelude_norm=False,
         segments=(),
+        # Names do not depend on widths, and another width needs an injection.
+        core_d_model=None,
     )
     with torch.device("meta"):
         return frozenset(name for name, _ in LoopedLM(plain).named_parameters())

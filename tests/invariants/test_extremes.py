@@ -11,11 +11,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from toys import MAX_LOOPS, VOCAB, toy_config, toy_tokens
 
 from depthdial.config import LoopConfig
 from depthdial.layers.feed_forward import SwiGLU
-from depthdial.layers.primitives import LowRankPair, RMSNorm
+from depthdial.layers.primitives import LowRankPair, RMSNorm, WideLinear
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.sublayer import Sublayer, SublayerModulation
 from depthdial.model.update import (
@@ -81,15 +82,19 @@ def test_b14_one_update_and_its_gradients_are_finite(name, precision):
         assert all_finite([following, *gradients]), (value, size, gain, bypass)
 
 
+def wide_linear(weight, bias):
+    """A gate's linear map with these values."""
+    linear = WideLinear(weight.shape[1], weight.shape[0])
+    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return linear
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", INPUTS)
 @pytest.mark.parametrize("value", SIGNS)
 def test_b14_sigmoid_factor_saturates_at_exactly_0_and_1(dtype, size, value):
-    params = GateParams(
-        weight=torch.full((D, D), value, dtype=dtype),
-        bias=torch.full((D,), value, dtype=dtype),
-        gamma=torch.zeros(D),
-    )
+    weight, bias = torch.full((D, D), value, dtype=dtype), torch.full((D,), value, dtype=dtype)
+    params = GateParams(wide_linear(weight, bias), torch.zeros(D))
     rate = adaptive_rate(torch.full((1, 2, D), size, dtype=dtype), params)
     saturated = float(value > 0)
     assert torch.equal(rate, (saturated * F.softplus(params.gamma)).expand_as(rate))
@@ -100,7 +105,8 @@ def test_b14_softplus_is_zero_below_and_linear_above(dtype):
     injected = torch.zeros(1, 1, D, dtype=dtype)
     zero = torch.zeros(D, dtype=dtype)
     for gamma, expected in ((-1e4, 0.0), (1e4, 5e3)):
-        params = GateParams(torch.zeros(D, D, dtype=dtype), zero, torch.full((D,), gamma))
+        gate = wide_linear(torch.zeros(D, D, dtype=dtype), zero)
+        params = GateParams(gate, torch.full((D,), gamma))
         rate = adaptive_rate(injected, params)
         assert torch.equal(rate, torch.full_like(rate, expected))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
-from depthdial.layers.primitives import RMSNorm
+from depthdial.layers.primitives import RMSNorm, WideLinear
 from depthdial.model.modulation import ELRModulation
 from depthdial.model.sublayer import Sublayer, low_rank_path
 from depthdial.model.update import (
@@ -43,6 +43,13 @@ class ToyMixer(nn.Module):
         return torch.tanh(u @ self.p.T) @ self.q.T
 
 
+def wide_linear(weight, bias):
+    """A gate's linear map with these values."""
+    linear = WideLinear(weight.shape[1], weight.shape[0])
+    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return linear
+
+
 class Toy:
     """The toy network of the golden case, assembled from production parts."""
 
@@ -52,8 +59,7 @@ class Toy:
         self.core = nn.ModuleList(self._sublayer(f"rec.{j}") for j in range(2))
         self.coda = nn.ModuleList([self._sublayer("out.0")])
         self.gate = GateParams(
-            weight=nn.Parameter(vectors["w.gate.W_beta"]),
-            bias=nn.Parameter(vectors["w.gate.b_beta"]),
+            wide_linear(vectors["w.gate.W_beta"], vectors["w.gate.b_beta"]),
             gamma=nn.Parameter(vectors["w.gate.gamma"]),
         )
         config = ModelConfig(
@@ -181,9 +187,10 @@ def test_zero_heads_give_the_one_loop_result_bit_for_bit(vectors, k):
 
 def test_zero_gate_moves_by_half_ln_two(vectors):
     toy = Toy(vectors)
-    gate = GateParams(
-        *(torch.zeros(shape, dtype=torch.float64) for shape in ((12, 12), (12,), (12,)))
+    weight, bias, gamma = (
+        torch.zeros(shape, dtype=torch.float64) for shape in ((12, 12), (12,), (12,))
     )
+    gate = GateParams(wide_linear(weight, bias), gamma)
     state = toy.h_in
     for _ in range(K):
         s_tilde = ADD(state, toy.h_in)
@@ -217,5 +224,6 @@ def test_gradients_at_insertion_match(vectors):
     assert_close(first.down.grad, vectors["insertion.grad.rec.0.B"])
     assert torch.all(first.up.grad == 0) and torch.all(first.down.grad == 0)
     assert_close(toy.core[0].mixer.p.grad, vectors["insertion.grad.rec.0.P"])
-    for tensor, name in zip(toy.gate[:3], ("W_beta", "b_beta", "gamma"), strict=True):
+    learned = (toy.gate.logits.weight, toy.gate.logits.bias, toy.gate.gamma)
+    for tensor, name in zip(learned, ("W_beta", "b_beta", "gamma"), strict=True):
         assert_close(tensor.grad, vectors[f"insertion.grad.gate.{name}"])

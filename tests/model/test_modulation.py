@@ -64,7 +64,7 @@ def test_embedding_is_cosines_then_sines_of_a_geometric_ladder():
 def test_condition_is_an_mlp_of_progress_then_budget():
     modulation = random_modulation()
     progress, budget = torch.tensor([0.5]), torch.tensor([0.75])
-    both = torch.cat([modulation.embedding(progress), modulation.embedding(budget)], dim=-1)
+    both = torch.cat([modulation.ladder(progress), modulation.ladder(budget)], dim=-1)
     hidden = torch.nn.functional.silu(modulation.mlp_in(both))
     assert torch.equal(modulation.condition(progress, budget), modulation.mlp_out(hidden))
 

@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from depthdial.config import LoopConfig
+from depthdial.layers.primitives import WideLinear
 from depthdial.model.noise import truncated_normal
 from depthdial.model.update import (
     UPDATES,
@@ -29,28 +32,41 @@ def loop_config(name):
     return LoopConfig(update=name, gate_rank=2 if name == "decay_gate" else None)
 
 
-def gate_params():
+WEIGHT = torch.tensor([[0.1, 0.2, 0.3], [0.0, -1.0, 2.0], [0.5, 0.5, 0.5]])
+DOWN = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -0.3]])
+UP = torch.tensor([[0.2, 0.1], [-0.4, 0.3], [0.6, -0.5]])
+BIAS = torch.tensor([0.1, -0.2, 0.3])
+
+
+def wide_linear(weight, bias):
+    """A gate's linear map with these values."""
+    linear = WideLinear(weight.shape[1], weight.shape[0])
+    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+    return linear
+
+
+def gate_params(name="adaptive_delta", dtype=torch.float32):
+    """What the update of this name reads; for the others what adaptive_delta reads."""
+    thin = wide_linear(UP.to(dtype), BIAS.to(dtype))
+    full = wide_linear(WEIGHT.to(dtype), BIAS.to(dtype))
     return GateParams(
-        weight=torch.tensor([[0.1, 0.2, 0.3], [0.0, -1.0, 2.0], [0.5, 0.5, 0.5]]),
-        bias=torch.tensor([0.1, -0.2, 0.3]),
-        gamma=torch.tensor([0.0, 1.0, -1.0]),
-        rate=torch.tensor([0.05, 0.5, 1.0]),
-        down=torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -0.3]]),
-        up=torch.tensor([[0.2, 0.1], [-0.4, 0.3], [0.6, -0.5]]),
-        log_decay=torch.tensor([-1.0, 0.0, 0.5]),
+        (lambda z: thin(F.linear(z, DOWN.to(dtype)))) if name == "decay_gate" else full,
+        gamma=torch.tensor([0.0, 1.0, -1.0], dtype=dtype),
+        rate=torch.tensor([0.05, 0.5, 1.0], dtype=dtype),
+        log_decay=torch.tensor([-1.0, 0.0, 0.5], dtype=dtype),
     )
 
 
 def apply(name, mod=NO_MOD, *, prev=PREV, candidate=CANDIDATE, injected=INJECTED, params=None):
-    return UPDATES[name](prev, candidate, injected, params or gate_params(), mod)
+    return UPDATES[name](prev, candidate, injected, params or gate_params(name), mod)
 
 
 def scalar_beta(channel):
     """sigmoid(W z + b) * softplus(gamma) of one channel, in Python floats."""
     params = gate_params()
     z = INJECTED[0, 0].tolist()
-    row = params.weight[channel].tolist()
-    logit = sum(w * x for w, x in zip(row, z, strict=True)) + float(params.bias[channel])
+    row = WEIGHT[channel].tolist()
+    logit = sum(w * x for w, x in zip(row, z, strict=True)) + float(BIAS[channel])
     gamma = float(params.gamma[channel])
     return math.log1p(math.exp(gamma)) / (1 + math.exp(-logit))
 
@@ -88,7 +104,7 @@ def test_the_gate_reads_the_injected_state_and_neither_previous_nor_candidate():
 
 
 def test_beta_is_not_bounded_by_one():
-    params = gate_params()._replace(gamma=torch.full((D,), 5.0), bias=torch.full((D,), 20.0))
+    params = GateParams(wide_linear(WEIGHT, torch.full((D,), 20.0)), torch.full((D,), 5.0))
     assert adaptive_rate(torch.zeros(1, 1, D), params).min() > 4.9
 
 
@@ -130,7 +146,7 @@ def test_gate_bypass_per_row_takes_the_candidate_in_its_rows_only(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", UPDATES)
 def test_the_state_keeps_its_dtype(name, dtype):
-    params = GateParams(*(t.to(dtype) for t in gate_params() if t is not None))
+    params = gate_params(name, dtype)
     states = [t.to(dtype) for t in (PREV, CANDIDATE, INJECTED)]
     assert UPDATES[name](*states, params, NO_MOD).dtype == dtype
 

@@ -68,6 +68,11 @@ MECHANISMS = {
         "loop": {"injection": "concat", "update": "decay_gate", "gate_rank": 2},
         "modulation": {"kind": "time_step", "embed_dim": 4}, "exit_gate": "linear",
     },
+    "a core of another width": {
+        "core_d_model": 24, "core_num_heads": 4, "tie_embeddings": False,
+        "loop": {"injection": "diagonal", "initial_state": "zero", "state_projection": True},
+        "logit_soft_cap": 9.0,
+    },
     "segments": {"split": (2, 4, 2), "segments": (2, 2), "loop": {"update": "replace"}},
     "norm in the loop": {"split": (2, 4, 0), "final_norm": "loop"},
 }  # fmt: skip
