@@ -31,7 +31,7 @@ def measure(case: str, length: int) -> dict[str, float]:
     """Peak and time of one call, in this process."""
     import torch
 
-    from depthdial.cache.contiguous import LoopCache
+    from depthdial.cache.contiguous import ContiguousCache
     from depthdial.config import ModelConfig
     from depthdial.model.call import Call
     from depthdial.model.looped_lm import LoopedLM
@@ -46,7 +46,7 @@ def measure(case: str, length: int) -> dict[str, float]:
     documents_BT = (torch.arange(length) // DOCUMENT_TOKENS)[None]
     cache = None
     if case == "cached prefill":
-        cache = LoopCache(config, batch_size=1, capacity=length)
+        cache = ContiguousCache(config, batch_size=1, capacity=length)
     call = Call(
         tokens_BT,
         num_loops=2,

@@ -51,18 +51,23 @@ __all__ = [
 ]
 
 
-def _first(name: str, *modules: str) -> Any:
-    """An object from the first of some modules that exists; None from code that lacks them."""
-    for module in modules:
+def _first(*names: str) -> Any:
+    """The first of some objects, `module:name`, that exists; None in code that lacks them."""
+    for name in names:
+        module, _, part = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)
-        except ModuleNotFoundError:
+            return getattr(importlib.import_module(module), part)
+        except (ModuleNotFoundError, AttributeError):
             continue
     return None
 
 
-LoopCache = _first("LoopCache", "depthdial.cache.contiguous", "depthdial.model.loop_cache")
-Call = _first("Call", "depthdial.model.call")
+LoopCache = _first(
+    "depthdial.cache.contiguous:ContiguousCache",
+    "depthdial.cache.contiguous:LoopCache",
+    "depthdial.model.loop_cache:LoopCache",
+)
+Call = _first("depthdial.model.call:Call")
 RENAMED = {"visit_deltas": "loop_lora"}
 """Config key, option value or part of a tensor's name -> its present name. The record holds the
 present one; the first one is used where the code still has it."""

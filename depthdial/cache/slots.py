@@ -1,120 +1,66 @@
-"""Stored keys and values, and the slots over them.
+"""The slots over what a cache stores, and the one rule of loops that read the first one's keys.
 
 A slot is bound to the rows and positions of one call; which buffer it reads and writes is decided
-in `cache/contiguous.py`.
-Letters: B rows of a call, T query tokens, S source tokens, G key/value heads, C channels per
-head; a buffer has N rows.
+by the entries of a rule (`cache/entries.py`, `cache/groups.py`).
+Letters: B rows of a call, T query tokens, S source tokens, H query heads, G key/value heads,
+C channels per head; a cache has N rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from depthdial.cache.buffers import KVBuffer, WritePlace
 from depthdial.layers.attention_ops import AttentionSpec, attention
-from depthdial.layers.state import SharedKV, written
+from depthdial.layers.state import KVSlot, Routes, SharedKV, State
 
 
-class KVBuffer:
-    """Contiguous keys and values of one (layer, loop): [N, capacity + 1, G, C] each.
+def written(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The keys and values of a slot that stores."""
+    assert k_BTGC is not None and v_BTGC is not None, "this slot stores keys and values"
+    return k_BTGC, v_BTGC
 
-    The last position is a bin for padding tokens: written, never read.
+
+class ReadOnlySlot:
+    """Reads what another loop wrote, this call's tokens included."""
+
+    is_read_only = True
+    shared = None
+
+    def __init__(self, entries: SharedKV) -> None:
+        self.entries = entries
+
+    def attend(
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+    ) -> Tensor:
+        assert k_BTGC is None and v_BTGC is None, "a read-only slot takes no keys and values"
+        return self.entries.attend(q_BTHC, spec=spec, scale=scale)
+
+
+def slot_beside_first(
+    own: Callable[[SharedKV | None], KVSlot], first: SharedKV | None, *, shares_first: bool
+) -> KVSlot:
+    """The slot of a loop in models whose later loops read the first one's keys and values.
+
+    The one rule of calls with and without a cache: the first loop has a slot of its own; later
+    loops read the first one's alone (share_first), or mix it with their own (local window).
+
+    Args: own: makes a slot of the loop's own, given what it shares; first: None in the first loop.
     """
-
-    def __init__(self, num_rows: int, capacity: int) -> None:
-        self.num_rows = num_rows
-        self.capacity = capacity
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-
-    def reserve(self, k_like: Tensor, v_like: Tensor) -> tuple[Tensor, Tensor]:
-        """The stored tensors, made at first for heads like those of [..., G, C].
-
-        Raises: ValueError if the dtype differs from what is stored.
-        """
-        if self.k is None or self.v is None:
-            shape = (self.num_rows, self.capacity + 1)
-            self.k = k_like.new_zeros(*shape, *k_like.shape[-2:])
-            self.v = v_like.new_zeros(*shape, *v_like.shape[-2:])
-        if self.k.dtype != k_like.dtype:
-            raise ValueError(
-                f"this cache holds {self.k.dtype} keys and the call brings {k_like.dtype}; keep "
-                "autocast on or off for all calls of one cache."
-            )
-        return self.k, self.v
-
-    def put(self, rows: Tensor, positions: Tensor, *, k: Tensor, v: Tensor) -> None:
-        """Store single tokens; rows and positions broadcast to the leading dimensions of k, v."""
-        stored_k, stored_v = self.reserve(k, v)
-        stored_k[rows, positions] = k
-        stored_v[rows, positions] = v
-
-    def average(
-        self, rows: Tensor, positions: Tensor, *, k: Tensor, v: Tensor, num_averaged: int
-    ) -> None:
-        """Join means of so many entries: m + (x - m) / (num_averaged + 1), in float32.
-
-        Args: rows, positions: broadcast to the leading dimensions of k and v.
-        """
-        for stored, new in zip(self.reserve(k, v), (k, v), strict=True):
-            mean = stored[rows, positions].float()
-            mean = torch.lerp(mean, new.float(), 1 / (num_averaged + 1))
-            stored[rows, positions] = mean.to(stored.dtype)
-
-    def read(self, rows: Tensor, num_source_tokens: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of the first positions, [B, S, G, C] each."""
-        assert self.k is not None and self.v is not None, "a slot is read after its first write"
-        return self.k[rows, :num_source_tokens], self.v[rows, :num_source_tokens]
-
-    def view(self, num_source_tokens: int) -> tuple[Tensor, Tensor]:
-        """Those of all rows as they are stored, to be read before anything is written."""
-        assert self.k is not None and self.v is not None, "a slot is read after its first write"
-        return self.k[:, :num_source_tokens], self.v[:, :num_source_tokens]
-
-    def entries(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of single tokens, [..., G, C] each."""
-        assert self.k is not None and self.v is not None, "an entry is read after its write"
-        return self.k[rows, positions], self.v[rows, positions]
-
-    def select(self, rows: Tensor) -> KVBuffer:
-        """A new buffer whose row i is a copy of row rows[i]."""
-        selected = KVBuffer(len(rows), self.capacity)
-        if self.k is not None and self.v is not None:
-            selected.k, selected.v = self.k[rows], self.v[rows]
-        return selected
-
-    def num_bytes(self) -> int:
-        """Bytes held, the bin included."""
-        if self.k is None or self.v is None:
-            return 0
-        return self.k.nbytes + self.v.nbytes
-
-
-@dataclass(frozen=True)
-class WritePlace:
-    """Rows and positions of one call's tokens.
-
-    Fields:
-        rows: row of the buffer for each row of the call, [B].
-        index_BT: position of each token; the capacity for padding.
-        num_source_tokens: S, positions that may be read.
-        is_whole: `rows` are all rows of the buffer, in order.
-    """
-
-    rows: Tensor
-    index_BT: Tensor
-    num_source_tokens: int
-    is_whole: bool = False
-
-    def read(self, buffer: KVBuffer) -> tuple[Tensor, Tensor]:
-        """Keys and values to attend to, [B, S, G, C] each."""
-        # A backward needs them as they were, and the next loop may overwrite the buffer.
-        if self.is_whole and not torch.is_grad_enabled():
-            return buffer.view(self.num_source_tokens)
-        return buffer.read(self.rows, self.num_source_tokens)
+    if first is None:
+        return own(None)
+    return ReadOnlySlot(first) if shares_first else own(first)
 
 
 class StoredKV:
@@ -271,3 +217,104 @@ class LookupSlot:
 
     def _read(self, source: int) -> tuple[Tensor, Tensor]:
         return self.buffers[source].read(self.place.rows, self.place.num_source_tokens)
+
+
+class RowsSlot:
+    """Rows of one call under several rules; each part attends by itself.
+
+    Args: parts: places among the rows of the call, ascending, and the slot of these rows. Together
+        they are all rows.
+    """
+
+    is_read_only = False
+    shared = None
+
+    def __init__(self, parts: Sequence[tuple[Tensor, KVSlot]]) -> None:
+        self.parts = parts
+
+    def attend(
+        self,
+        q_BTHC: Tensor,
+        k_BTGC: Tensor | None,
+        v_BTGC: Tensor | None,
+        *,
+        spec: AttentionSpec,
+        scale: float,
+    ) -> Tensor:
+        k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
+        y_BTHC = torch.empty_like(q_BTHC)
+        for places, slot in self.parts:
+            k_here, v_here, spec_here = k_BTGC[places], v_BTGC[places], spec.narrow(places)
+            y_BTHC[places] = slot.attend(
+                q_BTHC[places], k_here, v_here, spec=spec_here, scale=scale
+            )
+        return y_BTHC
+
+
+class StateSlot:
+    """The recurrent state of one (layer, loop), kept for all rows of the cache.
+
+    Args:
+        stored: states of [N, ...] by `key`; filled at the first `set`.
+        rows: of the cache, on the CPU, in the order of the pass; None for all, in order.
+    """
+
+    def __init__(
+        self,
+        stored: MutableMapping[Hashable, State],
+        key: Hashable,
+        *,
+        rows: Tensor | None,
+        num_rows: int,
+    ) -> None:
+        self.stored, self.key = stored, key
+        self.rows, self.num_rows = rows, num_rows
+
+    def get(self) -> State | None:
+        state = self.stored.get(self.key)
+        if state is None or self.rows is None:
+            return state
+        return tuple(x[self.rows.to(x.device)] for x in state)
+
+    def set(self, state: State) -> None:
+        if self.rows is not None:
+            # Rows that ran no such loop have read nothing in it: zeros.
+            before = self.stored.get(self.key)
+            if before is None:
+                before = tuple(x.new_zeros(self.num_rows, *x.shape[1:]) for x in state)
+            pairs = zip(before, state, strict=True)
+            state = tuple(old.index_copy(0, self.rows.to(old.device), x) for old, x in pairs)
+        self.stored[self.key] = state
+
+
+class CallRoutes:
+    """Routes of one layer, kept until the call ends.
+
+    Args:
+        recorded: of all rows of the call, by `key`; filled in the first loop, which all rows run.
+        rows: of the call, on the CPU, in the order of the pass; None for all, in order.
+    """
+
+    def __init__(
+        self, recorded: MutableMapping[int, Routes], key: int, *, rows: Tensor | None
+    ) -> None:
+        self.recorded, self.key, self.rows = recorded, key, rows
+
+    def replay(self) -> Routes | None:
+        routes = self.recorded.get(self.key)
+        if routes is None or self.rows is None:
+            return routes
+        return tree_map(lambda x: x[self.rows.to(x.device)], routes)
+
+    def record(self, routes: Routes) -> Routes:
+        in_order = routes
+        if self.rows is not None:
+            before = self.recorded.get(self.key)
+            if before is None:
+                in_order = tree_map(lambda x: x[torch.argsort(self.rows).to(x.device)], routes)
+            else:
+                in_order = tree_map(
+                    lambda old, x: old.index_copy(0, self.rows.to(x.device), x), before, routes
+                )
+        self.recorded[self.key] = in_order
+        return routes

@@ -37,6 +37,7 @@ from depthdial.config.policies import (
     check_cache_policy,
     named_rule,
     policy_obstacle,
+    reads_first_keys,
 )
 from depthdial.config.recipe import (
     DataConfig,
@@ -86,6 +87,7 @@ __all__ = [
     "named_rule",
     "nearest_name",
     "policy_obstacle",
+    "reads_first_keys",
     "set_dotted",
     "shortest_pattern",
     "slot_kinds",

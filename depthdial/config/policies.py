@@ -197,6 +197,13 @@ def named_rule(policy: str) -> CacheRule:
     return POLICIES.get(check_cache_policy(policy)) or CacheRule("a published model's rule")
 
 
+def reads_first_keys(config: Any) -> bool:
+    """Whether later loops of a model read the keys and values of the first one, also in calls
+    without a cache."""
+    is_shared = named_rule(config.loop.cache_policy).shares_first
+    return is_shared or config.loop.local_window is not None
+
+
 def cache_rule(policy: str, config: Any) -> CacheRule:
     """The rule of a policy for one model.
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops
+from depthdial.cache.protocol import LoopCache
 from depthdial.config import ModelConfig
 from depthdial.model.call import Begun, Call
 from depthdial.model.halting import stale_gate
@@ -96,11 +96,8 @@ def check_can_stop(
             "loop.update='anchored' mixes the first loop's result in after the last loop, so a "
             "row cannot stop before it. Choose the number of loops beforehand."
         )
-    if cache is not None and cache.counts_from_last:
-        raise ValueError(
-            f"cache policy '{cache.policy}' counts loops from the last one, which is not known "
-            "before a row stops. Use per_loop, last_step, or a policy that counts from the first."
-        )
+    if cache is not None and cache.exit_obstacle is not None:
+        raise ValueError(cache.exit_obstacle)
 
 
 def warn_if_conditioned(config: ModelConfig) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.cache.loop_counts import NumLoops, allowed_num_loops, check_num_loops
 from depthdial.config import CachePolicy
 from depthdial.engine.adaptive import check_can_stop, run_until, warn_if_conditioned, warn_if_stale
@@ -93,7 +93,7 @@ def generate(
     _check_prompts(model, prompts, max_new_tokens=max_new_tokens)
     batch_size = len(prompts)
     loops = allowed_num_loops(model.config, _per_row(num_loops), batch_size=batch_size)
-    cache = LoopCache(
+    cache = ContiguousCache(
         model.config,
         batch_size=batch_size,
         capacity=max(map(len, prompts)) + max_new_tokens,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.eval.depth_sweep import check_swept_loops
 from depthdial.model.call import Call
 from depthdial.model.conditioning import ConditioningTable
@@ -77,7 +77,7 @@ def _decode_seconds(
     device = model.embedding.weight.device
     prompt_BT = torch.zeros(1, prompt_tokens, dtype=torch.int64, device=device)
     capacity = prompt_tokens + new_tokens
-    cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
+    cache = ContiguousCache(model.config, batch_size=1, capacity=capacity, device=device)
     make_call = partial(Call, num_loops=num_loops, cache=cache, table=table)
     model.hidden_states(make_call(prompt_BT))
     cache.end_prompt()

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.cache.loop_counts import check_num_loops
+from depthdial.cache.protocol import LoopCache
 from depthdial.config import named_rule
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
@@ -126,7 +127,7 @@ def _after_common_prefix(
     prefix = [*rows[0].prefix_ids]
     capacity = len(prefix) + max(len(row.target_ids) for row in rows)
     device = model.embedding.weight.device
-    cache = LoopCache(model.config, batch_size=1, capacity=capacity, device=device)
+    cache = ContiguousCache(model.config, batch_size=1, capacity=capacity, device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         tokens_BT = torch.tensor([prefix[:-1]], device=device)
         model.hidden_states(Call(tokens_BT, num_loops=num_loops, cache=cache))

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from depthdial.cache.contiguous import LoopCache
-from depthdial.config import CachePolicy, ModelConfig, named_rule
+from depthdial.cache.contiguous import ContiguousCache
+from depthdial.cache.protocol import LoopCache
+from depthdial.config import CachePolicy, ModelConfig
 
 CACHE_FIELD = next(
     name
@@ -47,7 +48,8 @@ class DepthdialCache(Cache):
         self.config = config
         self.capacity = config.max_context if capacity is None else capacity
         # Made at once only to refuse a policy or a capacity before the first call.
-        self.policy = LoopCache(config, batch_size=1, capacity=self.capacity, policy=policy).policy
+        probe = ContiguousCache(config, batch_size=1, capacity=self.capacity, policy=policy)
+        self.policy, self._can_roll_back = probe.policy, probe.can_roll_back
         self.loop_cache: LoopCache | None = None
         self.real_BS: Tensor | None = None
 
@@ -59,7 +61,7 @@ class DepthdialCache(Cache):
         """
         batch_size, num_new = tokens_BT.shape
         if self.loop_cache is None:
-            self.loop_cache = LoopCache(
+            self.loop_cache = ContiguousCache(
                 self.config,
                 batch_size=batch_size,
                 capacity=self.capacity,
@@ -171,7 +173,7 @@ class DepthdialCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether tokens that are tried and taken back leave no trace."""
-        return named_rule(self.policy).can_roll_back
+        return self._can_roll_back
 
     @property
     def is_initialized(self) -> bool:

@@ -1,10 +1,9 @@
-"""What a layer sees of a cache: slots; and of its call: a view.
+"""What a layer sees: of a cache its slot, of the call a view. Protocols alone.
 
-A slot writes one call's keys and values at the current positions and attends; it never
-advances. Slots that store nothing are here, those over stored tensors in `cache/slots.py`. Which
-slot serves which loop is decided in `cache/contiguous.py`.
+A slot is bound to one layer, one loop, and the rows and positions of one call; it never advances.
+Slots that store nothing are in `cache/uncached.py`, those of a cache in `cache/slots.py`.
 Letters: B batch, T query tokens, S source tokens, H query heads, G key/value heads,
-C channels per head.
+C channels per head, N experts of a token, E experts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from depthdial.layers.attention_ops import AttentionSpec, attention, narrow_rows
+from depthdial.layers.attention_ops import AttentionSpec, narrow_rows
 from depthdial.layers.primitives import RotaryTable
 
 
@@ -94,87 +93,62 @@ class KVSlot(Protocol):
         ...
 
 
-class UncachedSlot:
-    """Stores nothing: attention over this call's own tokens (training, scoring)."""
-
-    is_read_only = False
-
-    def __init__(self, shared: SharedKV | None = None) -> None:
-        self.shared = shared
-
-    def attend(
-        self,
-        q_BTHC: Tensor,
-        k_BTGC: Tensor | None,
-        v_BTGC: Tensor | None,
-        *,
-        spec: AttentionSpec,
-        scale: float,
-    ) -> Tensor:
-        k_BTGC, v_BTGC = written(k_BTGC, v_BTGC)
-        return attention(q_BTHC, k_BTGC, v_BTGC, spec=spec, scale=scale)
+State = tuple[Tensor, ...]
+"""Everything that a recurrent layer knows of the tokens behind it, [B, ...] each. All zeros is the
+state before the first token."""
 
 
-class RecordingSlot:
-    """An uncached slot that keeps this call's keys and values, for a later loop to share.
+class RecurrentSlot(Protocol):
+    """The state of one recurrent layer in one loop.
 
-    Fields:
-        k, v: [B, T, G, C] each; None before the first `attend`.
+    The layer starts from `get()`, reads the call's tokens, and gives the result to `set`, once per
+    pass. Padding leaves a row's state as it is; `TokenView.starts_BT` says before which tokens a
+    state is zero again.
     """
 
-    is_read_only = False
-    shared = None
+    def get(self) -> State | None:
+        """The state behind the last stored token of each row; None where no row has one."""
+        ...
 
-    def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-
-    def attend(
-        self,
-        q_BTHC: Tensor,
-        k_BTGC: Tensor | None,
-        v_BTGC: Tensor | None,
-        *,
-        spec: AttentionSpec,
-        scale: float,
-    ) -> Tensor:
-        self.k, self.v = written(k_BTGC, v_BTGC)
-        return attention(q_BTHC, self.k, self.v, spec=spec, scale=scale)
+    def set(self, state: State) -> None:
+        """Keep the state behind this call's last token."""
+        ...
 
 
-class GivenKV:
-    """Keys and values [B, S, G, C] given as tensors; a `SharedKV` without a cache."""
+class Routes(NamedTuple):
+    """What a router decided for the tokens of one pass.
 
-    def __init__(self, k_BSGC: Tensor, v_BSGC: Tensor) -> None:
-        self.k, self.v = k_BSGC, v_BSGC
+    Fields:
+        experts_BTN: numbers of the chosen experts, int64.
+        weights_BTN: weight of each.
+        balance_B: auxiliary loss of each row (sequence-level), for losses that ask for it.
+        load_BE: tokens of each row that go to each expert.
+    """
 
-    def attend(self, q_BTHC: Tensor, *, spec: AttentionSpec, scale: float) -> Tensor:
-        return attention(q_BTHC, self.k, self.v, spec=spec, scale=scale)
-
-
-class ReadOnlySlot:
-    """Reads what another loop wrote, this call's tokens included."""
-
-    is_read_only = True
-    shared = None
-
-    def __init__(self, entries: SharedKV) -> None:
-        self.entries = entries
-
-    def attend(
-        self,
-        q_BTHC: Tensor,
-        k_BTGC: Tensor | None,
-        v_BTGC: Tensor | None,
-        *,
-        spec: AttentionSpec,
-        scale: float,
-    ) -> Tensor:
-        assert k_BTGC is None and v_BTGC is None, "a read-only slot takes no keys and values"
-        return self.entries.attend(q_BTHC, spec=spec, scale=scale)
+    experts_BTN: Tensor
+    weights_BTN: Tensor
+    balance_B: Tensor
+    load_BE: Tensor
 
 
-def written(k_BTGC: Tensor | None, v_BTGC: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The keys and values of a slot that stores."""
-    assert k_BTGC is not None and v_BTGC is not None, "this slot stores keys and values"
-    return k_BTGC, v_BTGC
+class RouteSlot(Protocol):
+    """Expert choices of one routed layer in one loop.
+
+        routes = slot.replay()
+        if routes is None:
+            routes = slot.record(route(x))
+
+    Later loops then send a token to the experts of its first loop. A layer that routes anew in
+    every loop records in each.
+    """
+
+    def replay(self) -> Routes | None:
+        """What was recorded for these tokens in an earlier loop of this call; None where none."""
+        ...
+
+    def record(self, routes: Routes) -> Routes:
+        """Keep the routes of this pass. Returns: those to use, for every row."""
+        ...
+
+
+Slot = KVSlot | RecurrentSlot | RouteSlot

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import NumLoops, check_num_loops
-from depthdial.cache.state import Block, CacheCall
+from depthdial.cache.protocol import Block, CacheCall, LoopCache
+from depthdial.cache.uncached import uncached_slots
 from depthdial.config import LETTERS, ModelConfig, Reach, SlotKind, TimeModulationConfig
 from depthdial.layers.attention_ops import AttentionSpec, narrow_rows
 from depthdial.layers.primitives import RotaryTable, rotary_table
-from depthdial.layers.state import AttentionView, KVSlot, TokenView, UncachedSlot
+from depthdial.layers.state import AttentionView, Slot, TokenView
 from depthdial.model.conditioning import ConditioningTable
 
 LoopObserver = Callable[[int, Tensor, Tensor | None], Tensor | None]
@@ -179,17 +179,16 @@ class SlotBinding:
 
     def slots(
         self, block: Block, *, loop_idx: int = 0, rows: Tensor | None = None
-    ) -> tuple[KVSlot, ...]:
+    ) -> tuple[Slot, ...]:
         """One slot per layer of the block that has one."""
-        count = len(self.slot_kinds[block])
         if self.cache is None or self.cache_call is None:
-            return (UncachedSlot(),) * count
-        return self.cache.slots(block, count, loop_idx=loop_idx, rows=rows, call=self.cache_call)
+            return uncached_slots(self.slot_kinds[block])
+        return self.cache.slots(block, loop_idx=loop_idx, rows=rows, call=self.cache_call)
 
-    def stash_slots(self) -> tuple[KVSlot, ...]:
+    def extra_slots(self) -> tuple[Slot, ...]:
         """Slots of the pass after the last loop that writes what persists."""
-        assert self.cache is not None and self.cache_call is not None, "only a cache stashes"
-        return self.cache.stash_slots(len(self.slot_kinds["core"]), call=self.cache_call)
+        assert self.cache is not None and self.cache_call is not None, "only a cache has them"
+        return self.cache.extra_slots(call=self.cache_call)
 
 
 class Begun(NamedTuple):
@@ -291,7 +290,7 @@ def _document_starts(
         return None
     if cache_call is not None:
         assert cache_call.source_document_ids_BS is not None, "documents are stored with tokens"
-        index_BT, ids_BS = cache_call.place.index_BT, cache_call.source_document_ids_BS
+        index_BT, ids_BS = cache_call.index_BT, cache_call.source_document_ids_BS
         before_BT, is_real_BT = index_BT - 1, cache_call.real_BT
     else:
         ids_BS, is_real_BT = document_ids_BT, real_BT
@@ -326,7 +325,7 @@ def _spec_in_call(
 
 def _spec_in_cache(call: CacheCall, *, dtype: torch.dtype) -> AttentionSpec:
     """Over cached positions and this call's."""
-    index_BT, num_source = call.place.index_BT, call.place.num_source_tokens
+    index_BT, num_source = call.index_BT, call.num_source_tokens
     ids_BS = call.source_document_ids_BS
     return AttentionSpec(
         index_BT.shape[1],

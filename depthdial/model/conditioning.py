@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from depthdial.cache.loop_counts import NumLoops
-from depthdial.config import ModelConfig, named_rule
+from depthdial.config import ModelConfig, count_slots, reads_first_keys
 from depthdial.layers.attention import HeadGains
 from depthdial.layers.primitives import Deltas, LowRankPair
 
@@ -155,7 +155,8 @@ def check_rows_mix(config: ModelConfig, loop_idx_B: Tensor, num_loops: NumLoops)
     """Refuse rows that cannot stand in one call of `loop`, before anything is computed.
 
     Raises: ValueError for a loop index that a row does not have, and for rows of different loops
-        in a core of segments, or of the first loop beside later ones that read its keys.
+        in a core of segments, or of the first loop beside later ones that read its keys or
+        routes.
     """
     for row, (loop_idx, count) in enumerate(row_points(loop_idx_B, num_loops)):
         if not 0 <= loop_idx < count:
@@ -171,22 +172,18 @@ def check_rows_mix(config: ModelConfig, loop_idx_B: Tensor, num_loops: NumLoops)
             f"the next, so rows of the loops {loops} cannot stand in one call. Give rows of one "
             "loop index."
         )
-    if shares_first_keys(config) and 0 in loops:
-        reason = (
-            f"loop.local_window={config.loop.local_window}"
-            if config.loop.local_window is not None
-            else "loop.cache_policy='share_first'"
-        )
+    reason = None
+    if config.loop.local_window is not None:
+        reason = f"loop.local_window={config.loop.local_window}: later loops read keys and values"
+    elif reads_first_keys(config):
+        reason = f"loop.cache_policy='{config.loop.cache_policy}': later loops read keys and values"
+    elif count_slots(config.core_layout, "routes"):
+        reason = f"layout='{config.layout}': later loops read routes"
+    if reason is not None and 0 in loops:
         raise ValueError(
-            f"{reason}: later loops read keys and values that the first loop writes, so rows of "
-            f"the loops {loops} cannot stand in one call. Run the rows of loop 0 by themselves."
+            f"{reason} that the first loop writes, so rows of the loops {loops} cannot stand in "
+            "one call. Run the rows of loop 0 by themselves."
         )
-
-
-def shares_first_keys(config: ModelConfig) -> bool:
-    """Whether later loops read the keys and values of the first one."""
-    is_shared = named_rule(config.loop.cache_policy).shares_first
-    return is_shared or config.loop.local_window is not None
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import nullcontext
+from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from depthdial.cache.contiguous import LoopCache
 from depthdial.cache.loop_counts import ActiveRows, NumLoops
+from depthdial.cache.protocol import LoopCache
+from depthdial.cache.uncached import LoopCarry, carry_of_pass, first_carry, slots_from_carry
 from depthdial.config import ModelConfig, ModulationConfig, slot_kinds
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, wide_dtype
-from depthdial.layers.state import GivenKV, KVSlot, ReadOnlySlot, RecordingSlot, UncachedSlot
+from depthdial.layers.state import Slot
 from depthdial.model.call import (
     Begun,
     Call,
@@ -38,7 +40,6 @@ from depthdial.model.conditioning import (
     LoopModulation,
     SublayerModulation,
     check_rows_mix,
-    shares_first_keys,
 )
 from depthdial.model.halting import ExitGate
 from depthdial.model.init_weights import init_weights
@@ -64,31 +65,6 @@ class LoopPass(NamedTuple):
     state_BTD: Tensor
     rows: Tensor | None
     num_leaving: int
-
-
-class LoopCarry(NamedTuple):
-    """Tensors that one pass hands to the next besides the state.
-
-    Without a cache, models whose later loops read the first loop's keys and values get them from
-    here, so that training and inference run the same rule and recomputation keeps its memory.
-
-    Fields:
-        first_keys: (k, v) of every token mixer of the core in the first loop; empty before it;
-            None for models and calls that need none.
-        first_candidate: the first loop's candidate state; before it the state, which nobody reads;
-            None for updates that have no anchor.
-    """
-
-    first_keys: tuple[tuple[Tensor, Tensor], ...] | None = None
-    first_candidate: Tensor | None = None
-
-    def narrow(self, places: Tensor | slice) -> LoopCarry:
-        """Keep some rows of the batch."""
-        return tree_map(lambda t: None if t is None else t[places], self)
-
-    def detached(self, without_grad: Tensor) -> LoopCarry:
-        """The carry, cut off from its history in the rows marked True; see `detach_rows`."""
-        return tree_map(lambda t: None if t is None else detach_rows(t, without_grad), self)
 
 
 class LoopedLM(nn.Module):
@@ -196,7 +172,7 @@ class LoopedLM(nn.Module):
         binding = SlotBinding(call.cache, cache_call, self.slot_kinds)
         longest = call.tokens_BT.shape[1]
         if cache_call is not None:
-            longest = cache_call.place.num_source_tokens
+            longest = cache_call.num_source_tokens
         x_BTD = self.embed(
             call.tokens_BT,
             positions_BT=ctx.positions_BT,
@@ -239,7 +215,7 @@ class LoopedLM(nn.Module):
         loop = self.loop if call.blocks is None else call.blocks.loop
         state_BTD, h_in_BTD = begun.initial_state_BTD, begun.h_in_BTD
         batch_size = h_in_BTD.shape[0]
-        carry = first_carry(self.config, state_BTD, is_cached=call.cache is not None)
+        carry = self.first_carry(state_BTD, is_cached=call.cache is not None)
         active, loop_idx = ActiveRows(call.num_loops, batch_size), 0
         if active.rows is not None:
             places = active.rows.to(h_in_BTD.device)
@@ -266,7 +242,7 @@ class LoopedLM(nn.Module):
                 )
             if without_grad is not None:
                 state_BTD = detach_rows(state_BTD, without_grad)
-                carry = carry.detached(without_grad)
+                carry = carry.map(partial(detach_rows, without_grad=without_grad))
             if on_loop is not None:
                 replacement_BTD = on_loop(loop_idx, state_BTD, rows)
                 state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
@@ -281,7 +257,7 @@ class LoopedLM(nn.Module):
                 if isinstance(places, Tensor):
                     places = places.to(h_in_BTD.device)
                 state_BTD, h_in_BTD = state_BTD[places], h_in_BTD[places]
-                ctx, carry = ctx.narrow(places), carry.narrow(places)
+                ctx, carry = ctx.narrow(places), carry.map(itemgetter(places))
             loop_idx += 1
 
     def finish(self, state_BTD: Tensor, begun: Begun) -> Tensor:
@@ -290,14 +266,14 @@ class LoopedLM(nn.Module):
         Args: state_BTD: of every row after its own last pass; see `last_states`.
         """
         num_loops, cache = begun.call.num_loops, begun.call.cache
-        if cache is not None and cache.needs_stash_pass:
+        if cache is not None and cache.rule.has_extra_pass:
             # The entry that persists is that of the final state: one more pass, its result unused.
             self.loop(
                 state_BTD,
                 begun.h_in_BTD,
                 mod=self.loop_modulation(0, num_loops, table=begun.call.table),
-                slots=begun.binding.stash_slots(),
-                carry=first_carry(self.config, state_BTD, is_cached=True),
+                slots=begun.binding.extra_slots(),
+                carry=self.first_carry(state_BTD, is_cached=True),
                 ctx=begun.ctx,
             )
         mods = self.coda_modulation(num_loops, table=begun.call.table)
@@ -336,7 +312,7 @@ class LoopedLM(nn.Module):
             )
         return x_BTD + self.position_embedding(positions_BT)
 
-    def prelude(self, x_BTD: Tensor, *, slots: tuple[KVSlot, ...], ctx: ForwardContext) -> Tensor:
+    def prelude(self, x_BTD: Tensor, *, slots: tuple[Slot, ...], ctx: ForwardContext) -> Tensor:
         """h_in [B, T, D]."""
         h_in_BTD = self.prelude_stack(x_BTD, mods=None, slots=slots, ctx=ctx)
         return h_in_BTD if self.prelude_norm is None else self.prelude_norm(h_in_BTD)
@@ -347,7 +323,7 @@ class LoopedLM(nn.Module):
         h_in_BTD: Tensor,
         *,
         mod: LoopModulation,
-        slots: tuple[KVSlot, ...],
+        slots: tuple[Slot, ...],
         carry: LoopCarry,
         ctx: ForwardContext,
         part: Stack | None = None,
@@ -370,7 +346,7 @@ class LoopedLM(nn.Module):
             candidate_BTD = self.final_norm(candidate_BTD)
         if self.config.loop.unit_norm:
             candidate_BTD = unit_length(candidate_BTD)
-        carry = with_first_keys(carry, slots)
+        carry = carry_of_pass(carry, slots)
         next_BTD = self.state_update(state_BTD, candidate_BTD, injected_BTD, mod.update)
         if mod.update.anchor is not None:
             assert mod.update.is_first is not None and carry.first_candidate is not None
@@ -379,12 +355,19 @@ class LoopedLM(nn.Module):
             next_BTD = anchor(next_BTD, first_BTD, mod.update.anchor)
         return next_BTD, carry
 
+    def first_carry(self, state_BTD: Tensor, *, is_cached: bool) -> LoopCarry:
+        """The carry before the first loop of these rows."""
+        is_anchored = self.config.loop.update == "anchored"
+        # Of the same kind as a candidate, gradient included, so that all passes are one graph.
+        first_candidate = state_BTD.clone() if is_anchored else None
+        return first_carry(self.config, is_cached=is_cached, first_candidate=first_candidate)
+
     def coda(
         self,
         state_BTD: Tensor,
         *,
         mods: tuple[SublayerModulation, ...] | None,
-        slots: tuple[KVSlot, ...],
+        slots: tuple[Slot, ...],
         ctx: ForwardContext,
     ) -> Tensor:
         """Coda output [B, T, D], before the norm of the head."""
@@ -501,35 +484,3 @@ def detach_rows(x: Tensor, without_grad: Tensor) -> Tensor:
         return x.detach()
     marks = without_grad.to(x.device).view(-1, *(1,) * (x.ndim - 1))
     return torch.where(marks, x.detach(), x)
-
-
-def first_carry(config: ModelConfig, state_BTD: Tensor, *, is_cached: bool) -> LoopCarry:
-    """The carry before the first loop of these rows."""
-    is_anchored = config.loop.update == "anchored"
-    return LoopCarry(
-        first_keys=() if shares_first_keys(config) and not is_cached else None,
-        # Of the same kind as a candidate, gradient included, so that all passes are one graph.
-        first_candidate=state_BTD.clone() if is_anchored else None,
-    )
-
-
-def slots_from_carry(
-    carry: LoopCarry, slots: tuple[KVSlot, ...], *, config: ModelConfig
-) -> tuple[KVSlot, ...]:
-    """The slots of one pass: recording in the first loop, then reading what it recorded."""
-    if carry.first_keys is None:
-        return slots
-    if not carry.first_keys:
-        return tuple(RecordingSlot() for _ in slots)
-    if config.loop.local_window is not None:
-        return tuple(UncachedSlot(shared=GivenKV(k, v)) for k, v in carry.first_keys)
-    return tuple(ReadOnlySlot(GivenKV(k, v)) for k, v in carry.first_keys)
-
-
-def with_first_keys(carry: LoopCarry, slots: tuple[KVSlot, ...]) -> LoopCarry:
-    """The carry with what recording slots hold."""
-    if carry.first_keys != ():
-        return carry
-    recorded = [slot for slot in slots if isinstance(slot, RecordingSlot)]
-    pairs = tuple((s.k, s.v) for s in recorded if s.k is not None and s.v is not None)
-    return carry._replace(first_keys=pairs)

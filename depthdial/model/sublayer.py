@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from depthdial.cache.state import Block
+from depthdial.cache.protocol import Block
 from depthdial.config import LETTERS, ModelConfig, SlotKind
 from depthdial.layers.attention import ATTENTION, SLIDING_ATTENTION
 from depthdial.layers.feed_forward import FEED_FORWARD
 from depthdial.layers.layer_type import LayerType, Place, PlacedLayer
 from depthdial.layers.normalised import unit_length
 from depthdial.layers.primitives import RMSNorm, apply_matrix
-from depthdial.layers.state import KVSlot
+from depthdial.layers.state import Slot
 from depthdial.model.call import ForwardContext
 from depthdial.model.conditioning import UNMODULATED, SublayerModulation
 
@@ -116,7 +116,7 @@ class Sublayer(nn.Module):
         x_BTD: Tensor,
         *,
         mod: SublayerModulation | None,
-        slot: KVSlot | None,
+        slot: Slot | None,
         ctx: ForwardContext | None,
     ) -> Tensor:
         """Returns: the next residual stream [B, T, D]."""
@@ -158,7 +158,7 @@ class NormalisedSublayer(nn.Module):
         x_BTD: Tensor,
         *,
         mod: SublayerModulation | None,
-        slot: KVSlot | None,
+        slot: Slot | None,
         ctx: ForwardContext | None,
     ) -> Tensor:
         """Returns: the next residual stream [B, T, D], of unit length."""
@@ -175,7 +175,7 @@ def mix(
     u_BTD: Tensor,
     *,
     mod: SublayerModulation,
-    slot: KVSlot | None,
+    slot: Slot | None,
     ctx: ForwardContext | None,
 ) -> Tensor:
     """The mixer's output; mixers with a slot get it and their view of the call."""
@@ -205,7 +205,7 @@ class Stack(nn.ModuleList):
         x_BTD: Tensor,
         *,
         mods: tuple[SublayerModulation, ...] | None,
-        slots: tuple[KVSlot, ...],
+        slots: tuple[Slot, ...],
         ctx: ForwardContext,
     ) -> Tensor:
         """Apply all sublayers. slots: one per mixer that has one."""

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from depthdial.cache.contiguous import LoopCache
-from depthdial.cache.state import CacheState
+from depthdial.cache.contiguous import ContiguousCache
+from depthdial.cache.groups import GroupEntries
 from depthdial.config import POLICIES, LoopConfig, ModelConfig
 from depthdial.model.call import Call
 from depthdial.model.looped_lm import LoopedLM
@@ -42,7 +42,7 @@ def tokens(batch, length, *, seed=0):
 
 
 def new_cache(model, policy="per_loop", batch_size=1, capacity=16):
-    return LoopCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
+    return ContiguousCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
 
 
 def prompted(model, policy, prompts, *, num_loops=3):
@@ -238,13 +238,13 @@ def test_an_early_exit_that_was_not_filled_is_refused(model):
 
 @pytest.mark.parametrize("policy", ["per_loop", "collapse_last", "huginn:compress-s4"])
 def test_entries_are_counted_only_after_something_stopped_early(model, policy, monkeypatch):
-    counts, count = [], CacheState.num_complete_groups
+    counts, count = [], GroupEntries.num_complete_groups
 
     def counting(state):
         counts.append(len(state.lengths_B))
         return count(state)
 
-    monkeypatch.setattr(CacheState, "num_complete_groups", counting)
+    monkeypatch.setattr(GroupEntries, "num_complete_groups", counting)
     cache, loops = new_cache(model, policy, batch_size=2), torch.tensor([2, 4])
     for step in range(3):
         model(tokens(2, 2, seed=step), num_loops=loops, cache=cache)
@@ -316,7 +316,7 @@ def test_prompts_whose_rows_stopped_early_collapse_to_what_each_token_ran(model)
 
 
 def test_only_stash_last_needs_an_extra_pass(model):
-    needing = [policy for policy in POLICIES if new_cache(model, policy).needs_stash_pass]
+    needing = [policy for policy in POLICIES if POLICIES[policy].has_extra_pass]
     assert needing == ["stash_last"]
 
 

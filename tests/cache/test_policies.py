@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthdial.cache.policies import find_entries, group_of
+from depthdial.cache.groups import find_entries, group_of
 from depthdial.config import POLICIES, CacheRule, ModelConfig, cache_rule
 
 PACKAGE = Path(__file__).parents[2] / "depthdial"

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from depthdial.cache.buffers import KVBuffer, WritePlace
 from depthdial.cache.slots import (
     CachedSlot,
-    KVBuffer,
     Lookup,
     LookupSlot,
     OverlaySlot,
+    ReadOnlySlot,
     StoredKV,
-    WritePlace,
 )
 from depthdial.layers.attention_ops import (
     AttentionSpec,
@@ -18,7 +18,6 @@ from depthdial.layers.attention_ops import (
     attention,
     blocked_score,
 )
-from depthdial.layers.state import ReadOnlySlot
 
 SCALE = 0.3
 

@@ -118,11 +118,11 @@ def test_a_converted_model_generates_at_every_loop_count(cli, base, tmp_path):
 
 def test_stashing_the_plain_pass_decodes_as_the_base_at_one_loop(base, cli, tmp_path):
     """The one entry per token that stays is the base's own."""
-    from depthdial.cache.contiguous import LoopCache
+    from depthdial.cache.contiguous import ContiguousCache
 
     cli("convert", base, tmp_path / "out", "--method", "damped", "--core", "1:5")
     model, x = load_model(tmp_path / "out"), torch.arange(9)[None]
-    cache = LoopCache(model.config, batch_size=1, capacity=9)
+    cache = ContiguousCache(model.config, batch_size=1, capacity=9)
     pieces = [model(part, num_loops=1, cache=cache) for part in x.split([6, 1, 1, 1], dim=1)]
     expected = load_model(base)(x, num_loops=1)
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
@@ -259,14 +259,14 @@ def test_an_update_that_completes_in_the_last_loop_is_refused(tokens_BT):
 def test_a_core_in_segments_is_refused_before_anything_is_stored(tokens_BT):
     loop = LoopConfig(update="replace")
     parts = make_model(split=(2, 4, 0), segments=(2, 2), loop=loop, exit_gate="none")
-    cache = LoopCache(parts.config, batch_size=5, capacity=9)
+    cache = ContiguousCache(parts.config, batch_size=5, capacity=9)
     with pytest.raises(ValueError, match=r"segments=\[2, 2\].*cannot stop between"):
         run_until(parts, Call(tokens_BT, num_loops=2, cache=cache), rule=rule_named("kl"))
     assert cache.num_slots() == 0
 
 
 def test_a_policy_that_counts_from_the_last_loop_is_refused(model, tokens_BT):
-    cache = LoopCache(model.config, batch_size=5, capacity=9, policy="parcae:compress-last1")
+    cache = ContiguousCache(model.config, batch_size=5, capacity=9, policy="parcae:compress-last1")
     with pytest.raises(ValueError, match="compress-last1.*not known before a row stops"):
         run_until(model, Call(tokens_BT, num_loops=2, cache=cache), rule=rule_named("kl"))
     with pytest.raises(ValueError, match="compress-last1"):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import ModelConfig, ModulationConfig
 from depthdial.engine.generate import Generation, generate
 from depthdial.engine.sampling import Sampling
@@ -80,7 +80,7 @@ def test_rows_of_mixed_lengths_and_depths_equal_solo_rows(model, policy):
 def test_collapse_last_collapses_at_the_end_of_the_prompt(model):
     """Driven by hand: the prompt, then `end_prompt`, then token by token."""
     for prompt in PROMPTS:
-        cache = LoopCache(model.config, batch_size=1, capacity=20, policy="collapse_last")
+        cache = ContiguousCache(model.config, batch_size=1, capacity=20, policy="collapse_last")
         expected, call = [], prompt
         with torch.no_grad():
             while len(expected) < 10:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from goldens import close, open_golden
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 
 NUM_STEPS = 4
 
@@ -18,7 +18,7 @@ def decode(model, tokens, *, policy, loops, start=None, on_loop=None, cuts=()):
     """
     length = tokens.shape[1]
     prompt = length - NUM_STEPS
-    cache = LoopCache(model.config, batch_size=len(tokens), capacity=length, policy=policy)
+    cache = ContiguousCache(model.config, batch_size=len(tokens), capacity=length, policy=policy)
     edges = [0, *cuts, *range(prompt, length + 1)]
     logits = []
     for first, last in zip(edges, edges[1:], strict=False):
@@ -180,7 +180,7 @@ def test_loopformer_on_a_mixed_path(opened):
     """The released code has no cache; its full forward is the reference."""
     case, model = opened("loopformer")
     tokens, steps = case.vectors["input_ids"], case.vectors["steps_mixed"]
-    cache = LoopCache(model.config, batch_size=len(tokens), capacity=tokens.shape[1])
+    cache = ContiguousCache(model.config, batch_size=len(tokens), capacity=tokens.shape[1])
     logits = [
         model(tokens[:, a:b], num_loops=len(steps), step_sizes=steps, cache=cache)
         for a, b in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12))

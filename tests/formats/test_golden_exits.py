@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from goldens import close, open_golden, states_of
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.engine.adaptive import run_until
 from depthdial.model.call import Call
 from depthdial.model.halting import (
@@ -204,7 +204,7 @@ def test_six_criteria_token_by_token_on_a_cache_with_gaps(criterion):
     model, v = case.model(**ZERO_STATE), case.vectors
     rule = stopping_rule(criterion.replace("-", "_"), HUGINN_THRESHOLDS[criterion])
     tokens_BT = v["input_ids"]
-    cache = LoopCache(model.config, batch_size=2, capacity=14, policy="huginn:latest-m4")
+    cache = ContiguousCache(model.config, batch_size=2, capacity=14, policy="huginn:latest-m4")
     runs = [
         run_until(model, Call(tokens_BT[:, t : t + 1], num_loops=8, cache=cache), rule=rule)
         for t in range(14)

@@ -5,7 +5,7 @@ import torch
 from goldens import close, open_golden
 from published import WEIGHTS, copy_golden, edit_tensors
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
 from depthdial.formats.inspection import inspect_source
 from depthdial.model.checkpoint import load_model, read_tensors
@@ -36,7 +36,7 @@ def test_f01_logits_are_those_of_the_published_code(case, k):
 
 def test_f01_cached_decoding_gives_the_published_logits(case):
     model, tokens = case.model(), case.vectors["ids"]
-    cache = LoopCache(model.config, batch_size=2, capacity=12, policy="per_loop")
+    cache = ContiguousCache(model.config, batch_size=2, capacity=12, policy="per_loop")
     found = []
     for first, last in [(0, 8), *((i, i + 1) for i in range(8, 12))]:
         start = zeros(case)[:, first:last]

@@ -9,7 +9,7 @@ import torch
 from goldens import close, open_golden
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.convert.base_model import CoreRange
 from depthdial.convert.convert import convert_model
 from depthdial.convert.methods import read_options
@@ -143,7 +143,7 @@ def test_our_own_generation_is_that_of_the_face(case):
 
 def test_tokens_one_by_one_in_our_cache_have_the_logits_of_one_pass(case):
     for num_loops in case.loops:
-        cache = LoopCache(case.ours.config, batch_size=3, capacity=9, policy=case.policy)
+        cache = ContiguousCache(case.ours.config, batch_size=3, capacity=9, policy=case.policy)
         pieces = case.tokens.split([4, 1, 1, 1, 1, 1], dim=1)
         logits = [case.ours(piece, num_loops=num_loops, cache=cache) for piece in pieces]
         close(torch.cat(logits, dim=1), case.ours(case.tokens, num_loops=num_loops), 1e-4)

@@ -11,8 +11,9 @@ import re
 import torch
 from torch import Tensor
 
+from depthdial.cache.uncached import LoopCarry
 from depthdial.model.call import Call, build_context
-from depthdial.model.looped_lm import LoopCarry, LoopedLM
+from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.update import initial_state
 
 Entry = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ from slow_cache import SlowDecoder
 from test_cache_policies import ALL
 from toys import MAX_LOOPS, toy_model, toy_tokens
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.engine.adaptive import run_until
 from depthdial.engine.generate import generate
 from depthdial.model.call import Call
@@ -69,7 +69,7 @@ def model():
 
 def decoded(model, policy, rule_of, *, depths=DEPTHS):
     """Logits of every call [calls, B, T, V]: a prompt of four tokens, then single ones."""
-    cache = LoopCache(model.config, batch_size=3, capacity=24, policy=policy)
+    cache = ContiguousCache(model.config, batch_size=3, capacity=24, policy=policy)
     found, first = [], 0
     for call, of_rows in enumerate(depths):
         tokens = toy_tokens(3, 24)[:, first : first + (1 if call else 4)]

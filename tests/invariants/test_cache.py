@@ -7,7 +7,7 @@ import pytest
 import torch
 from toys import MAX_LOOPS, toy_config, toy_model, toy_tokens
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.engine.generate import generate
 
 TOLERANCE = 1e-4
@@ -15,7 +15,7 @@ ALL_LOOPS = range(1, MAX_LOOPS + 1)
 
 
 def new_cache(model, policy="per_loop", batch_size=1, capacity=64):
-    return LoopCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
+    return ContiguousCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
 
 
 def in_calls(model, tokens, cuts, *, num_loops, cache):
@@ -127,7 +127,7 @@ def test_cache_bytes_grow_with_loops_only_where_each_loop_keeps_its_own():
 
 def test_config_policy_is_the_default():
     config = toy_config(**{"loop.cache_policy": "last_step"})
-    assert LoopCache(config, batch_size=1, capacity=4).policy == "last_step"
+    assert ContiguousCache(config, batch_size=1, capacity=4).policy == "last_step"
 
 
 def test_a_refused_call_leaves_the_cache_as_it_was(model):

@@ -5,7 +5,7 @@ import torch
 from slow_cache import SlowDecoder
 from toys import toy_model, toy_tokens
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import POLICIES
 from depthdial.engine.generate import generate
 
@@ -31,7 +31,7 @@ CHUNK_FREE = ("per_loop", *COLLAPSING, "share_first", *LOOKUPS)
 
 
 def new_cache(model, policy, batch_size=1, capacity=24):
-    return LoopCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
+    return ContiguousCache(model.config, batch_size=batch_size, capacity=capacity, policy=policy)
 
 
 @pytest.mark.parametrize("num_loops", [1, 4])

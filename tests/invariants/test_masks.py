@@ -4,7 +4,7 @@ import pytest
 import torch
 from toys import MAX_LOOPS, VOCAB, toy_tokens
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 
 ALL_LOOPS = range(1, MAX_LOOPS + 1)
 
@@ -78,7 +78,7 @@ def test_b04_padded_prompts_continue_from_the_cache(model, num_loops):
     tokens = toy_tokens(1, 9)
     whole = model(tokens, num_loops=num_loops)[:, -1]
     for left, right in ((3, 0), (0, 3), (2, 2)):
-        cache = LoopCache(model.config, batch_size=1, capacity=9)
+        cache = ContiguousCache(model.config, batch_size=1, capacity=9)
         row, mask = padded(tokens[:, :8], left, right)
         model(row, num_loops=num_loops, cache=cache, padding_mask_BT=mask)
         last = model(tokens[:, 8:], num_loops=num_loops, cache=cache)[:, -1]
@@ -113,7 +113,7 @@ def test_altering_a_packed_neighbour_document_changes_nothing(model, num_loops, 
     def logits(ids):
         if not cached:
             return model(ids, num_loops=num_loops, document_ids_BT=documents)
-        cache = LoopCache(model.config, batch_size=1, capacity=12)
+        cache = ContiguousCache(model.config, batch_size=1, capacity=12)
         pieces = [
             model(ids[:, a:b], num_loops=num_loops, cache=cache, document_ids_BT=documents[:, a:b])
             for a, b in ((0, 7), (7, 8), (8, 12))

@@ -20,7 +20,7 @@ from depthdial.config.model import AnyModulation
 from depthdial.layers.primitives import LowRankPair
 from depthdial.model.call import Call
 from depthdial.model.conditioning import join_rows
-from depthdial.model.looped_lm import LoopedLM, first_carry
+from depthdial.model.looped_lm import LoopedLM
 
 POINTS = ((0, 1), (0, 3), (2, 3), (1, 2), (3, 4))
 """(loop index, loop count) of each row of the call."""
@@ -98,7 +98,7 @@ def solo_pass(model, row, loop_idx, num_loops, steps):
     """States and carries before and after one pass of a row by itself, in a run from the start."""
     begun = model.begin(Call(TOKENS[row : row + 1], num_loops=num_loops, step_sizes=steps))
     state = begun.initial_state_BTD
-    carry = first_carry(model.config, state, is_cached=False)
+    carry = model.first_carry(state, is_cached=False)
     for i in range(loop_idx + 1):
         before = state, carry
         state, carry = model.loop(

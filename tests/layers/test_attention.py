@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from depthdial.cache.uncached import UncachedSlot
 from depthdial.layers.attention import Attention
 from depthdial.layers.attention_ops import AttentionSpec
 from depthdial.layers.primitives import rms_normalise, rotary_table, rotate
-from depthdial.layers.state import AttentionView, UncachedSlot
+from depthdial.layers.state import AttentionView
 
 D, T = 10, 5
 EPS = 1e-6

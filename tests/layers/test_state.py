@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from depthdial.cache.slots import ReadOnlySlot
+from depthdial.cache.uncached import GivenKV, RecordingSlot, UncachedSlot
 from depthdial.layers.attention_ops import (
     EXPLICIT_MAX_SOURCE_TOKENS,
     AttentionSpec,
@@ -12,7 +14,6 @@ from depthdial.layers.attention_ops import (
     choose_attention,
     narrow_rows,
 )
-from depthdial.layers.state import GivenKV, ReadOnlySlot, RecordingSlot, UncachedSlot
 
 IMPLS = ("explicit", "sdpa")
 SCALE = 0.3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import ModelConfig
 from depthdial.model.call import Call, build_context
 
@@ -38,13 +38,14 @@ def test_no_table_over_all_pairs_lives_for_the_length_of_a_call(call):
     tokens_BT = torch.zeros(1, LENGTH, dtype=torch.int64)
     mask_BT = torch.ones(1, LENGTH, dtype=torch.bool)
     mask_BT[:, 0] = False
+    cache = ContiguousCache(config, batch_size=1, capacity=LENGTH)
     ctx, cache_call = build_context(
         Call(
             tokens_BT,
             num_loops=2,
             document_ids_BT=(torch.arange(LENGTH) // 300)[None] if call == "packed" else None,
             padding_mask_BT=mask_BT if call == "padded" else None,
-            cache=LoopCache(config, batch_size=1, capacity=LENGTH) if call == "cached" else None,
+            cache=cache if call == "cached" else None,
         ),
         config,
         dtype=torch.float32,

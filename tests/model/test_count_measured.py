@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import POLICIES, ModelConfig
 from depthdial.model.call import Call
 from depthdial.model.count import count_parameters, flops_per_token
@@ -66,7 +66,7 @@ def executed_flops(
     with torch.no_grad(), bf16:
         table, cache = model.conditioning_table(num_loops), None
         if policy is not None:
-            cache = LoopCache(config, batch_size=1, capacity=num_tokens, policy=policy)
+            cache = ContiguousCache(config, batch_size=1, capacity=num_tokens, policy=policy)
         with FlopCounterMode(display=False) as counter:
             call = Call(tokens_BT, num_loops=num_loops, cache=cache, table=table)
             model.head(model.hidden_states(call))
@@ -189,7 +189,7 @@ PUBLISHED = (
 def test_counted_cache_equals_the_filled_cache_of_the_model(policy, num_loops):
     config, num_tokens = variant(), 6
     model = LoopedLM(config)
-    cache = LoopCache(config, batch_size=2, capacity=num_tokens, policy=policy)
+    cache = ContiguousCache(config, batch_size=2, capacity=num_tokens, policy=policy)
 
     def counted(phase: str) -> tuple[int, int]:
         # The cache keeps one more position per row, the bin for padding.

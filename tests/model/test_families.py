@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import (
     LoopConfig,
     LoopLoraConfig,
@@ -151,7 +151,7 @@ def test_left_padded_rows_equal_each_alone(name):
 @every_variant
 def test_decoding_token_by_token_equals_one_pass(name):
     model, x = model_of(name), tokens(2, 9)
-    cache = LoopCache(model.config, batch_size=2, capacity=9)
+    cache = ContiguousCache(model.config, batch_size=2, capacity=9)
     with torch.no_grad():
         parts = [model(x[:, :4], num_loops=K, cache=cache)]
         parts += [model(x[:, t : t + 1], num_loops=K, cache=cache) for t in range(4, 9)]
@@ -244,7 +244,7 @@ def test_a_call_stays_on_its_device_and_waits_for_no_number_of_it(monkeypatch, n
     with torch.device("meta"):
         model = LoopedLM(config_of(name))
     x = torch.zeros(2, 6, dtype=torch.int64, device="meta")
-    cache = LoopCache(model.config, batch_size=2, capacity=8, device="meta")
+    cache = ContiguousCache(model.config, batch_size=2, capacity=8, device="meta")
     assert model(x, num_loops=num_loops).device == x.device
     for new in (x, x[:, :1]):
         assert model(new, num_loops=num_loops, cache=cache).device == x.device
@@ -257,7 +257,7 @@ def test_a_position_without_a_learned_vector_is_refused():
     positions_BT = torch.tensor([[0, 32]])
     with pytest.raises(ValueError, match="position 32 has no learned vector"):
         model(tokens(1, 2), num_loops=1, positions_BT=positions_BT)
-    cache = LoopCache(model.config, batch_size=1, capacity=40)
+    cache = ContiguousCache(model.config, batch_size=1, capacity=40)
     model(tokens(1, 32), num_loops=1, cache=cache)
     with pytest.raises(ValueError, match="position 32 has no learned vector"):
         model(tokens(1, 1), num_loops=1, cache=cache)

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
+from depthdial.cache.uncached import UncachedSlot
 from depthdial.config import LoopConfig, ModelConfig, ModulationConfig
-from depthdial.layers.state import UncachedSlot
 from depthdial.model.call import Call, SlotBinding, build_context
 from depthdial.model.looped_lm import LoopedLM
 
@@ -56,7 +56,7 @@ def test_any_split_cached_equals_uncached(split):
     model = model_of(split=split, **MODULATED)
     x = tokens()
     depths = torch.tensor([1, 3])
-    cache = LoopCache(model.config, batch_size=2, capacity=7)
+    cache = ContiguousCache(model.config, batch_size=2, capacity=7)
     pieces = [model(part, num_loops=depths, cache=cache) for part in (x[:, :4], x[:, 4:])]
     torch.testing.assert_close(
         torch.cat(pieces, dim=1), model(x, num_loops=depths), rtol=0, atol=1e-4

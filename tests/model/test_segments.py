@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import LoopConfig, LoopLoraConfig, ModelConfig, ModulationConfig
 from depthdial.engine.generate import generate
 from depthdial.model.call import Call
@@ -70,7 +70,7 @@ def test_a_batch_of_mixed_depths_equals_each_row_alone():
 @pytest.mark.parametrize("depths", [3, torch.tensor([1, 3])])
 def test_the_per_loop_cache_equals_no_cache(depths):
     model, x = LoopedLM(config()), tokens()
-    cache = LoopCache(model.config, batch_size=2, capacity=7)
+    cache = ContiguousCache(model.config, batch_size=2, capacity=7)
     pieces = [model(part, num_loops=depths, cache=cache) for part in x.split([3, 1, 1, 2], dim=1)]
     expected = model(x, num_loops=depths)
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)
@@ -78,7 +78,7 @@ def test_the_per_loop_cache_equals_no_cache(depths):
 
 def test_sharing_the_first_loops_keys_needs_no_cache():
     model, x = LoopedLM(config(**{"loop.cache_policy": "share_first"})), tokens()
-    cache = LoopCache(model.config, batch_size=2, capacity=7)
+    cache = ContiguousCache(model.config, batch_size=2, capacity=7)
     pieces = [model(part, num_loops=3, cache=cache) for part in (x[:, :4], x[:, 4:])]
     expected = model(x, num_loops=3)
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)
