@@ -334,3 +334,68 @@ def test_an_aborted_call_leaves_no_entries_behind(model):
         model(tokens(1, 1), num_loops=1, cache=c)
     last = tokens(1, 1, seed=3)
     same(*(model(last, num_loops=3, cache=c) for c in (cache, clean)))
+
+
+# ---- rows of one cache in their prompt and after it
+
+COLLAPSING = [name for name, rule in POLICIES.items() if rule.collapses]
+
+
+@pytest.mark.parametrize("policy", COLLAPSING)
+def test_rows_in_their_prompt_and_after_it_stand_in_one_cache(model, policy):
+    """Row 0 decodes while row 1 still reads its prompt and row 2 begins late."""
+    together = new_cache(model, policy, batch_size=3)
+    alone = [new_cache(model, policy) for _ in range(3)]
+    loops = torch.tensor([3, 2, 4])
+    lengths = [(3, 4, 0), (1, 2, 3), (1, 3, 1), (1, 1, 1), (1, 1, 1)]
+    ends_after = [{0}, set(), {1, 2}, set(), set()]
+    for call, (counts, ending) in enumerate(zip(lengths, ends_after, strict=True)):
+        new = tokens(3, max(counts), seed=call)
+        real = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        logits = model(new, num_loops=loops, cache=together, padding_mask_BT=real)
+        for row, count in enumerate(counts):
+            if count:
+                own = model(new[row : row + 1, :count], num_loops=int(loops[row]), cache=alone[row])
+                same(logits[row, :count], own[0])
+            if row in ending:
+                alone[row].end_prompt()
+        if ending:
+            together.end_prompt(torch.tensor(sorted(ending)))
+    assert together.num_slots() == alone[0].num_slots()
+
+
+@pytest.mark.parametrize("policy", COLLAPSING)
+def test_a_row_that_was_emptied_takes_a_prompt_again_beside_others(model, policy):
+    cache = prompted(model, policy, tokens(2, 5))
+    cache.crop(torch.tensor([5, 0]))
+    new, real = tokens(2, 4, seed=1), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]])
+    logits = model(new, num_loops=3, cache=cache, padding_mask_BT=real)
+    same(logits[1], model(new[1:], num_loops=3)[0])
+    clean = prompted(model, policy, tokens(2, 5)[:1])
+    same(logits[0, :1], model(new[:1, :1], num_loops=3, cache=clean)[0])
+    with pytest.raises(ValueError, match="2 tokens in one call after end_prompt"):
+        model(tokens(2, 2), num_loops=3, cache=cache)
+
+
+@pytest.mark.parametrize("policy", COLLAPSING)
+def test_reordered_rows_keep_whether_their_prompt_has_ended(model, policy):
+    cache = new_cache(model, policy, batch_size=2)
+    model(tokens(2, 4), num_loops=3, cache=cache)
+    cache.end_prompt(torch.tensor([1]))
+    cache.reorder(torch.tensor([1, 0, 1]))
+    with pytest.raises(ValueError, match="2 tokens in one call"):
+        model(tokens(3, 2), num_loops=3, cache=cache)
+    real = torch.tensor([[1, 0], [1, 1], [1, 0]])
+    assert model(tokens(3, 2), num_loops=3, cache=cache, padding_mask_BT=real).isfinite().all()
+
+
+def test_end_prompt_of_a_row_without_a_prompt_is_refused(model):
+    cache = new_cache(model, "collapse_last", batch_size=2)
+    real = torch.tensor([[1, 1], [0, 0]])
+    model(tokens(2, 2), num_loops=2, cache=cache, padding_mask_BT=real)
+    with pytest.raises(ValueError, match=r"end_prompt of empty rows \[1\]; feed their prompts"):
+        cache.end_prompt(torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="each from 0 to 1"):
+        cache.end_prompt(torch.tensor([2]))
+    cache.end_prompt()
+    assert model(tokens(2, 1), num_loops=2, cache=cache).isfinite().all()

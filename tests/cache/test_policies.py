@@ -91,7 +91,7 @@ def test_a_name_that_does_not_fit_the_core_is_refused(policy, message):
 
 
 def test_sliding_layers_count_as_attention_layers():
-    sliding = config(layout="SA", split=(2, 4, 2), sliding={"window": 3})
+    sliding = config(layout="SA", split=(2, 4, 2), d_ff=None, sliding={"window": 3})
     assert cache_rule("huginn:latest-m4", sliding).reads_missing == "latest"
 
 

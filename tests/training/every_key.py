@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthdial.cache.contiguous import LoopCache
+from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import Recipe, set_dotted
 from depthdial.engine.generate import generate
 from depthdial.model.checkpoint import load_model
@@ -386,7 +386,7 @@ def outcome(recipe: Recipe, folder: Path) -> dict[str, Any]:
         for k in range(1, recipe.model.max_loops + 3):
             found[f"logits at {k}"] = model(tokens_BT, num_loops=k)
         k = recipe.model.num_loops
-        cache = LoopCache(model.config, batch_size=2, capacity=6)
+        cache = ContiguousCache(model.config, batch_size=2, capacity=6)
         parts = [model(tokens_BT[:, :3], num_loops=k, cache=cache)]
         cache.end_prompt()
         parts += [model(tokens_BT[:, i, None], num_loops=k, cache=cache) for i in range(3, 6)]
