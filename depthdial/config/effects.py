@@ -237,8 +237,9 @@ MODEL_EFFECTS = (
     ),
     Idle(
         ("loop.cache_policy",),
-        lambda c: not any(count_slots(c.core_layout, kind) for kind in ("keys", "state")),
-        "because no layer of the core '{c.core_layout}' reads other tokens",
+        lambda c: not count_slots(c.core_layout, "keys"),
+        "because no layer of the core '{c.core_layout}' attends; recurrent ones keep a state of "
+        "each loop under every policy",
     ),
     Idle(
         ("loop.cache_policy",),

@@ -160,6 +160,12 @@ def check_model_options(config: Any) -> None:
         )
     if config.loop_lora is not None and config.loop_lora.norms and not config.norm_gain:
         raise ValueError("loop_lora.norms needs norm_gain=true: there is no gain to vary.")
+    takes_pairs = ["loop_lora" in LETTERS[x].conditioned_by for x in config.core_layout]
+    if config.loop_lora is not None and config.loop_lora.rank and not any(takes_pairs):
+        raise ValueError(
+            f"loop_lora.rank={config.loop_lora.rank} has no effect: no layer of the core "
+            f"'{config.core_layout}' takes low-rank differences. Set it to 0."
+        )
     sets = () if config.loop_lora is None else config.loop_lora.sets_by_loop
     if len(sets) > config.max_loops:
         raise ValueError(

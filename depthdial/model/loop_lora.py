@@ -6,11 +6,14 @@ Letters: B rows, N stored sets, R low rank, I inputs, O outputs, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from depthdial.config import LoopLoraConfig
-from depthdial.layers.attention import Attention, HeadGains
+from depthdial.layers.attention import HeadGains
+from depthdial.layers.layer_type import PlacedLayer
 from depthdial.layers.primitives import LowRankPair
 from depthdial.model.conditioning import UNMODULATED, SublayerModulation
 from depthdial.model.sublayer import NormalisedSublayer, Stack, Sublayer
@@ -26,14 +29,21 @@ class LowRankSets(nn.Module):
 
 
 class SublayerDeltas(nn.Module):
-    """The stored sets of one core sublayer."""
+    """The stored sets of one core sublayer, as far as its layer type takes them."""
 
-    def __init__(self, sublayer: Sublayer | NormalisedSublayer, config: LoopLoraConfig) -> None:
+    def __init__(
+        self,
+        sublayer: Sublayer | NormalisedSublayer,
+        config: LoopLoraConfig,
+        *,
+        layer: PlacedLayer,
+    ) -> None:
         super().__init__()
+        takes = layer.facts.conditioned_by
+        maps = layer.linear_shapes() if config.rank and "loop_lora" in takes else {}
         self.linears = []
         for name, linear in sublayer.mixer.named_children():
-            # The gate of a value embedding reads a slice of the input; it stays shared.
-            if config.rank and name.endswith("_proj"):
+            if name in maps:
                 assert isinstance(linear, nn.Linear)
                 self.add_module(name, LowRankSets(config.num_sets, config.rank, linear))
                 self.linears.append(name)
@@ -42,11 +52,10 @@ class SublayerDeltas(nn.Module):
             self.norm = _gains(sublayer.norm, config.num_sets)
             if sublayer.post_norm is not None:
                 self.post_norm = _gains(sublayer.post_norm, config.num_sets)
-            mixer = sublayer.mixer
-            if isinstance(mixer, Attention) and mixer.q_norm is not None:
-                assert mixer.k_norm is not None, "query and key norms come together"
-                self.q_norm = _gains(mixer.q_norm, config.num_sets)
-                self.k_norm = _gains(mixer.k_norm, config.num_sets)
+            norms = dict(sublayer.mixer.named_children())
+            if "head_gains" in takes and "q_norm" in norms:
+                self.q_norm = _gains(norms["q_norm"], config.num_sets)
+                self.k_norm = _gains(norms["k_norm"], config.num_sets)
 
     def rows(
         self, sets: int | Tensor, sublayer: Sublayer | NormalisedSublayer
@@ -81,10 +90,15 @@ class SublayerDeltas(nn.Module):
 class LoopLora(nn.Module):
     """Differences of every core sublayer; which set a loop uses is in the config."""
 
-    def __init__(self, core: Stack, config: LoopLoraConfig) -> None:
+    def __init__(
+        self, core: Stack, config: LoopLoraConfig, *, layers: Sequence[PlacedLayer]
+    ) -> None:
         super().__init__()
         self.config = config
-        self.sublayers = nn.ModuleList(SublayerDeltas(sublayer, config) for sublayer in core)
+        self.sublayers = nn.ModuleList(
+            SublayerDeltas(sublayer, config, layer=layer)
+            for sublayer, layer in zip(core, layers, strict=True)
+        )
 
     def for_loop(
         self,

@@ -50,6 +50,7 @@ from depthdial.model.sublayer import (
     Stack,
     build_stack,
     core_segments,
+    placed_layers,
 )
 from depthdial.model.update import Injection, StateUpdate, anchor, enter, initial_state
 
@@ -98,7 +99,10 @@ class LoopedLM(nn.Module):
         self.state_projection = nn.Linear(d_state, d_model, bias=False) if projects else None
         self.modulation = make_conditioning(config)
         deltas = config.loop_lora
-        self.loop_lora = None if deltas is None else LoopLora(self.core_stack, deltas)
+        layers = placed_layers(config)["core"]
+        self.loop_lora = (
+            None if deltas is None else LoopLora(self.core_stack, deltas, layers=layers)
+        )
         has_final = config.final_norm != "none"
         normed = d_state if config.final_norm == "loop" else d_model
         self.final_norm = RMSNorm(normed, config.norm_eps) if has_final else None
