@@ -67,6 +67,7 @@ NEEDS = {
     "random": {"loop.injection": "add", "loop.random_state_std": 0.5},
     "ngpt": {"ngpt": {"alpha_init": 0.5, "scale_std": 0.3}},
     "SF": {"sliding": {"window": 2}},
+    "FF": {"num_heads": None, "num_kv_heads": None, "head_dim": None},
 }
 """What a kind cannot be without."""
 FLAGS = [("loop.unit_norm", True)]
@@ -150,9 +151,9 @@ class JoinedPass:
 
 def contradicts(conditioning: str, changes: dict) -> bool:
     """Combinations that the config itself refuses."""
-    plain = conditioning in ("unconditioned", "loop_lora")
+    has_no_gate = not conditioning.startswith("elr")
     is_replaced = changes.get("loop.update") == "replace"
-    return is_replaced and plain and changes.get("loop.gate_bypass") == "first_only"
+    return is_replaced and has_no_gate and changes.get("loop.gate_bypass") == "first_only"
 
 
 def cases():
