@@ -128,7 +128,7 @@ def test_f02_parameters_flops_and_cache_of_a_core_of_its_own_are_counted(changes
     with torch.device("meta"):
         tensors = LoopedLM(embedded).parameters()
     assert count_parameters(embedded).total == sum(p.numel() for p in tensors)
-    cache = LoopCache(config, batch_size=2, capacity=num_tokens, policy="per_loop")
+    cache = ContiguousCache(config, batch_size=2, capacity=num_tokens, policy="per_loop")
     with torch.no_grad():
         LoopedLM(config)(torch.zeros(2, num_tokens, dtype=torch.long), num_loops=3, cache=cache)
     sizes = {"context": num_tokens + 1, "bytes_per_value": 4, "batch_size": 2}
