@@ -42,7 +42,9 @@ def merge_first_pass(
             f"the first pass of this base goes through its gate (loop.update='{loop.update}'), so "
             "no dense model equals it. Only models with loop.gate_bypass='first_only' are merged."
         )
-    kept = {"injection": loop.injection, "initial_state": loop.initial_state}
+    kept = {
+        name: getattr(loop, name) for name in ("injection", "initial_state", "state_projection")
+    }
     config = base.config.replace(
         loop_lora=None,
         loop=LoopConfig(update="replace", unit_norm=loop.unit_norm, **kept),

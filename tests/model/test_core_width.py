@@ -11,6 +11,7 @@ from depthdial.config import ModelConfig
 from depthdial.engine.generate import generate
 from depthdial.model.looped_lm import LoopedLM
 from depthdial.model.sublayer import placed_layers
+from depthdial.training.init_model import base_names
 from depthdial.training.optim import parameter_group
 
 BASE = {
@@ -65,6 +66,17 @@ def test_f02_every_parameter_learns_and_has_a_group(changes):
         group = parameter_group(name, parameter, placed)
         if name.startswith(("injection", "state_projection", "exit_gate")):
             assert group == "undecayed"
+
+
+def test_f02_the_base_of_a_model_with_a_core_of_its_own_width_is_named_without_it():
+    """A recipe asks for it before the first step; the plain config had kept the core's width."""
+    config = ModelConfig.from_dict(BASE | OWN_CORES["narrower"])
+    added = {name for name, _ in LoopedLM(config).named_parameters()} - base_names(config)
+    assert {name.partition(".")[0] for name in added} == {
+        "injection",
+        "state_projection",
+        "state_update",
+    }
 
 
 @pytest.mark.parametrize("changes", OWN_CORES.values(), ids=OWN_CORES)
