@@ -177,7 +177,11 @@ class _Watch:
             # later check and the end of the call, at the same positions: the last one counts.
             x_NTD = model.coda(
                 done.state_BTD,
-                mods=model.coda_modulation(self._budget(done.rows), table=self.begun.call.table),
+                mods=model.coda_modulation(
+                    self._budget(done.rows),
+                    table=self.begun.call.table,
+                    device=done.state_BTD.device,
+                ),
                 slots=self.begun.binding.slots("coda", rows=done.rows),
                 ctx=self.begun.ctx if done.rows is None else self.begun.ctx.narrow(rows),
             )

@@ -59,7 +59,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "{name}"
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+# The tokenizer needs no code; without this argument transformers asks about the model's.
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 tokens = model.generate(**inputs, num_loops={num_loops}, max_new_tokens=40)
 print(tokenizer.decode(tokens[0]))"""

@@ -5,8 +5,8 @@
     model.generate(**tokenizer("Fellow citizens", return_tensors="pt"), num_loops=2)
 
 This is the one module of the package whose import has an effect. The classes are in `hf/config.py`
-(config), `hf/model.py` (model; arguments of a call in `hf/call.py`, of generation in
-`hf/generation.py`) and `hf/cache.py` (cache).
+(config), `hf/model.py` (model), `hf/backbone.py` (model without its head) and `hf/cache.py`
+(cache); the arguments of a call are in `hf/call.py`, those of generation in `hf/generation.py`.
 Written for transformers 5.18 to 5.29; what differs inside that range: a cache is called `cache`
 since 5.24 and `past_key_values` before, in outputs and arguments. What we rely on beyond the
 public interface: generation calls `_prepare_generation_config`,

@@ -67,6 +67,8 @@ class DepthdialConfig(PreTrainedConfig):
                 raise ValueError(f"unknown key '{key}'.{nearest_name(key, known)}")
         self.looped = ModelConfig.from_dict(ours)
         super().__post_init__(**framework)
+        # Trainers read it of every model that is not transformers' own.
+        self.auto_map = framework.get("auto_map") or {}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
@@ -133,6 +135,11 @@ class DepthdialConfig(PreTrainedConfig):
         return self.looped.max_context
 
     @property
+    def final_logit_softcapping(self) -> float | None:
+        """Bound c of c tanh(logit / c); trainers that compute logits themselves read it."""
+        return self.looped.logit_soft_cap
+
+    @property
     def tie_word_embeddings(self) -> bool:
         """The head is the embedding matrix, which is stored once."""
         return self.looped.tie_embeddings
@@ -145,7 +152,7 @@ class DepthdialConfig(PreTrainedConfig):
         Warns where the folder that was opened brought code of its own, which the installed package
         did not run: the copy opens with the package only.
         """
-        if self._auto_class is None and "auto_map" in self.__dict__:
+        if self._auto_class is None and self.auto_map:
             warnings.warn(
                 f"{save_directory} gets neither the code nor the auto_map of the folder that was "
                 "opened, because the installed depthdial opened it. It opens after `import "
@@ -157,7 +164,7 @@ class DepthdialConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """The keys of config.json; with them `auto_map` where the code travels with the model."""
         values = self.looped.to_dict()
-        if self._auto_class is not None and "auto_map" in self.__dict__:
+        if self._auto_class is not None and self.auto_map:
             values["auto_map"] = dict(self.auto_map)
         return values
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -23,19 +22,12 @@ from transformers import (
 from transformers.generation import CandidateGenerator, GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from depthdial.cache.loop_counts import NumLoops, allowed_num_loops
+from depthdial.cache.loop_counts import NumLoops
 from depthdial.config import POLICIES, CachePolicy, ModelConfig
 from depthdial.config.model import OLD_LOOP_LORA
+from depthdial.hf.backbone import Backbone, ScaledHead, wants_tuple
 from depthdial.hf.cache import CACHE_FIELD, DepthdialCache
-from depthdial.hf.call import (
-    RecordedStates,
-    check_given,
-    check_inputs,
-    check_labels,
-    document_numbers,
-    kept_positions,
-    num_items,
-)
+from depthdial.hf.call import check_given, check_labels, num_items
 from depthdial.hf.config import DepthdialConfig, check_same_function
 from depthdial.hf.files import bring_to, mixed_formats, stored_config, widest
 from depthdial.hf.generation import (
@@ -45,8 +37,9 @@ from depthdial.hf.generation import (
     prepare_saving,
     take_depth_settings,
 )
-from depthdial.model.call import Call, check_finite_logits
-from depthdial.model.looped_lm import LoopedLM, last_states
+from depthdial.layers.primitives import TokenEmbedding
+from depthdial.model.call import check_finite_logits
+from depthdial.model.looped_lm import LoopedLM
 
 PREFIX = "model."
 """Before our parameter names inside the wrapper; never in a file."""
@@ -72,6 +65,8 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         # In a folder with code of its own, transformers loads the files of the config and of the
         # model apart, each with its own classes: plain values bring the config over to ours.
         self.model = LoopedLM(ModelConfig.from_dict(config.looped.to_dict()))
+        # In a tuple, so that what it shares with `model` is registered once.
+        self._unregistered = (Backbone(config, self.model),)
         self.register_load_state_dict_pre_hook(_with_prefix)
         self.post_init()
 
@@ -128,78 +123,57 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
             cache.
         Raises: ValueError for what is not allowed, or has no effect.
         """
-        tokens_BT = check_inputs(input_ids, attention_mask, inputs_embeds, output_attentions)
-        loops = self._loops(num_loops, batch_size=tokens_BT.shape[0])
-        cache = self._cache_of_call(cache, past_key_values, use_cache, cache_policy)
-        states = RecordedStates() if self._wants_states(output_hidden_states) else None
-        mask_BT, loop_cache = attention_mask, None
-        if cache is not None:
-            loop_cache, mask_BT = cache.open(tokens_BT, attention_mask)
-        is_packed = position_ids is not None and attention_mask is None and cache is None
-        call = Call(
-            tokens_BT,
-            num_loops=loops,
-            cache=loop_cache,
-            positions_BT=None if position_ids is None else position_ids.expand(tokens_BT.shape),
-            padding_mask_BT=mask_BT,
-            document_ids_BT=document_numbers(position_ids, tokens_BT.shape) if is_packed else None,
-            step_sizes=None if step_sizes is None else torch.as_tensor(step_sizes),
-            on_loop=states,
+        hidden = self.base_model(
+            input_ids,
+            attention_mask,
+            num_loops=num_loops,
+            position_ids=position_ids,
+            cache=cache,
+            past_key_values=past_key_values,
+            cache_policy=cache_policy,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            step_sizes=step_sizes,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
         )
-        begun = self.model.begin(call)
-        x_BTD = self.model.finish(last_states(self.model.iterate(begun)), begun)
-        if cache is not None:
-            cache.close((tokens_BT.shape[0], tokens_BT.shape[1]), mask_BT)
-        logits_BTV = self.model.head(kept_positions(x_BTD, logits_to_keep))
+        logits_BTV = self.model.scores(hidden.last_hidden_state)
         output = CausalLMOutputWithPast(
-            loss=self._loss(logits_BTV, labels, tokens_BT, num_items_in_batch),
+            loss=self._loss(logits_BTV, labels, input_ids, num_items_in_batch),
             logits=logits_BTV,
-            hidden_states=None if states is None else (begun.h_in_BTD, *states.states, x_BTD),
-            **{CACHE_FIELD: cache},
+            hidden_states=hidden.hidden_states,
+            **{CACHE_FIELD: hidden.get(CACHE_FIELD)},
         )
-        as_tuple = return_dict is False or (return_dict is None and not self.config.return_dict)
-        return output.to_tuple() if as_tuple else output
+        return output.to_tuple() if wants_tuple(self.config, return_dict) else output
 
-    def _loops(self, num_loops: NumLoops | None, *, batch_size: int) -> NumLoops:
-        """Checked loop counts, on the CPU: generation moves every tensor to the model's device."""
-        if num_loops is None:
-            num_loops = self.config.num_loops
-        if isinstance(num_loops, Tensor):
-            num_loops = num_loops.cpu()
-        return allowed_num_loops(self.model.config, num_loops, batch_size=batch_size)
+    @property
+    def base_model(self) -> Backbone:
+        """The model without its head, as trainers call it: `base_model(input_ids, num_loops=2)`.
 
-    def _wants_states(self, output_hidden_states: bool | None) -> bool:
-        if output_hidden_states is None:
-            return bool(self.config.output_hidden_states)
-        return output_hidden_states
+        Its last_hidden_state times the weight of `get_output_embeddings()` gives the logits.
+        """
+        (backbone,) = self._unregistered
+        # Somebody may have replaced one of them.
+        backbone.config, backbone.looped = self.config, self.model
+        return backbone
 
-    def _cache_of_call(
-        self,
-        cache: DepthdialCache | None,
-        past_key_values: DepthdialCache | None,
-        use_cache: bool | None,
-        cache_policy: CachePolicy | None,
-    ) -> DepthdialCache | None:
-        """The cache given under either name, or a new one where one is asked for."""
-        if cache is not None and past_key_values is not None:
-            raise ValueError("cache and past_key_values are one argument; give one of them.")
-        given = past_key_values if cache is None else cache
-        if given is None and use_cache:
-            return DepthdialCache(self.model.config, policy=cache_policy)
-        is_used = given is not None if use_cache is None else use_cache
-        check_given(given, policy=cache_policy, is_used=is_used)
-        return given
+    def get_decoder(self) -> Backbone:
+        """`base_model`."""
+        return self.base_model
 
     def _loss(
         self,
         logits_BTV: Tensor,
         labels: Tensor | None,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         num_items_in_batch: int | Tensor | None,
     ) -> Tensor | None:
         """Negative log-likelihood of the next tokens, in nats, per item of the optimizer step."""
         if labels is None:
             return None
+        assert input_ids is not None, "a call without token ids is refused before"
         check_labels(labels, input_ids, num_read_out=logits_BTV.shape[1])
         return self.loss_function(
             logits=logits_BTV,
@@ -231,6 +205,12 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         processors = super()._get_logits_processor(*args, model_kwargs=model_kwargs, **kwargs)
         guide_at_depth(processors, self, model_kwargs or {})
         return processors
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, tokenizer: Any = None, assistant_tokenizer: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As transformers', without the tokenizers of `generate`, which stop strings need."""
+        return super().prepare_inputs_for_generation(*args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: ValueError; it keeps one entry per token and layer, not one per loop."""
@@ -370,13 +350,20 @@ class DepthdialForCausalLM(PreTrainedModel, GenerationMixin):
         """Embedding [V, D]."""
         return self.model.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the embedding; with a tied head the head too."""
+        if self.model.lm_head is None and not isinstance(value, TokenEmbedding):
+            own = TokenEmbedding(value.num_embeddings, value.embedding_dim, device="meta")
+            own.weight = value.weight
+            value = own
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """Module with the head's weight [V, D]: the embedding where the head is tied."""
-        return self.model.embedding if self.model.lm_head is None else self.model.lm_head
+        """Module with the head's weight [V, D]: the embedding where the head is tied, and a product
+        of weight and scale where each token's score is scaled."""
+        head = self.model.embedding if self.model.lm_head is None else self.model.lm_head
+        scale, ngpt = self.model.logit_scale, self.model.config.ngpt
+        return head if scale is None or ngpt is None else ScaledHead(head, scale / ngpt.scale_std)
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """Replace the head.

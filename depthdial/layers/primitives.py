@@ -81,6 +81,22 @@ class WideLinear(nn.Linear):
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
 
 
+class TokenEmbedding(nn.Embedding):
+    """Vectors of tokens, and the products of states with all of them: the head that is tied to it.
+
+    The matrix is read inside this module alone, so that whatever replaces, moves or shards a
+    module's parameters around its call sees every use. `bias` is what heads of other kinds have.
+    """
+
+    bias = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Vectors [..., D] of token ids [...], or scores [..., V] of states [..., D]."""
+        if input.is_floating_point():
+            return F.linear(input, self.weight)
+        return super().forward(input)
+
+
 class LowRankPair(NamedTuple):
     """Two thin matrices: down [R, I] and up [O, R] for all rows of the batch, or down [B, R, I]
     and up [B, O, R] with a pair for each row."""

@@ -6,7 +6,7 @@ Letters: B rows, N stored sets, R low rank, I inputs, O outputs, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ class LowRankSets(nn.Module):
         super().__init__()
         self.down = nn.Parameter(torch.zeros(num_sets, rank, linear.in_features))
         self.up = nn.Parameter(torch.zeros(num_sets, linear.out_features, rank))
+
+    def forward(self, sets: int | Tensor) -> LowRankPair:
+        """One pair of all rows, or one for each; a row of set -1 has none."""
+        return LowRankPair(_rows(self.down, sets), _rows(self.up, sets, without=0.0))
 
 
 class SublayerDeltas(nn.Module):
@@ -57,34 +61,55 @@ class SublayerDeltas(nn.Module):
                 self.q_norm = _gains(norms["q_norm"], config.num_sets)
                 self.k_norm = _gains(norms["k_norm"], config.num_sets)
 
-    def rows(
-        self, sets: int | Tensor, sublayer: Sublayer | NormalisedSublayer
+    def forward(
+        self, sets: int | Tensor, own_gains: Mapping[str, Tensor] | None = None
     ) -> SublayerModulation:
         """One set of all rows, or one for each, as the sublayer takes it.
 
-        Args: sets: int64 [B] on the CPU, -1 for rows without differences.
+        Args:
+            sets: int64 [B] on the CPU, -1 for rows without differences.
+            own_gains: of the sublayer's norms, which rows without differences have; None where
+                there is no such row.
         """
-        pairs = {name: self.get_submodule(name) for name in self.linears}
-        deltas = {
-            name: LowRankPair(_rows(pair.down, sets), _rows(pair.up, sets, without=0.0))
-            for name, pair in pairs.items()
-            if isinstance(pair, LowRankSets)
-        }
+        deltas = {name: self.get_submodule(name)(sets) for name in self.linears}
         mod = UNMODULATED._replace(deltas=deltas or None)
         if self.norm is None:
             return mod
+        own = own_gains or {}
+        query, key = (
+            _gain_rows(stored, sets, own.get(name))
+            for stored, name in ((self.q_norm, "mixer.q_norm"), (self.k_norm, "mixer.k_norm"))
+        )
+        has_head_gains = query is not None and key is not None
         return mod._replace(
-            norm_gain=_gain_rows(self.norm, sets, sublayer, "norm"),
-            post_norm_gain=_gain_rows(self.post_norm, sets, sublayer, "post_norm"),
-            head_gains=self._head_gains(sets, sublayer),
+            norm_gain=_gain_rows(self.norm, sets, own.get("norm")),
+            post_norm_gain=_gain_rows(self.post_norm, sets, own.get("post_norm")),
+            head_gains=HeadGains(query[:, None], key[:, None]) if has_head_gains else None,
         )
 
-    def _head_gains(self, sets: int | Tensor, sublayer: nn.Module) -> HeadGains | None:
-        query = _gain_rows(self.q_norm, sets, sublayer, "mixer.q_norm")
-        key = _gain_rows(self.k_norm, sets, sublayer, "mixer.k_norm")
-        if query is None or key is None:
-            return None
-        return HeadGains(query[:, None], key[:, None])
+    def own_gains(self, sublayer: nn.Module) -> dict[str, Tensor]:
+        """The gains of the sublayer's norms that have stored ones, by the norm's name.
+
+        Raises: ValueError for a gain that is kept elsewhere until its norm is called.
+        """
+        stored = {
+            "norm": self.norm,
+            "post_norm": self.post_norm,
+            "mixer.q_norm": self.q_norm,
+            "mixer.k_norm": self.k_norm,
+        }
+        gains = {
+            name: sublayer.get_parameter(f"{name}.weight")
+            for name, stored_ND in stored.items()
+            if stored_ND is not None
+        }
+        if any(gain.is_meta for gain in gains.values()):
+            raise ValueError(
+                "rows with and without stored norm gains stand in one call, but the weights are "
+                "offloaded and the norms' own gains are not at hand. Run rows of one loop at a "
+                "time, or load the model whole."
+            )
+        return gains
 
 
 class LoopLora(nn.Module):
@@ -118,7 +143,12 @@ class LoopLora(nn.Module):
         if is_one and set_of_rows[0] < 0:
             return mods
         sets = set_of_rows[0] if is_one else torch.tensor(set_of_rows)
-        stored = [lora.rows(sets, own) for lora, own in zip(self.sublayers, core, strict=True)]
+        stored = []
+        for lora, sublayer in zip(self.sublayers, core, strict=True):
+            assert isinstance(lora, SublayerDeltas)
+            # Only then: a gain is a parameter of another module.
+            own = lora.own_gains(sublayer) if not is_one and min(set_of_rows) < 0 else None
+            stored.append(lora(sets, own))
         if mods is None:
             return tuple(stored)
         return tuple(
@@ -132,13 +162,11 @@ class LoopLora(nn.Module):
         )
 
 
-def _gain_rows(
-    stored_ND: Tensor | None, sets: int | Tensor, sublayer: nn.Module, norm: str
-) -> Tensor | None:
+def _gain_rows(stored_ND: Tensor | None, sets: int | Tensor, own_D: Tensor | None) -> Tensor | None:
     """Gains [1 or B, 1, D] of one norm; a row without differences has the norm's own."""
     if stored_ND is None:
         return None
-    gains = _rows(stored_ND, sets, without=sublayer.get_parameter(f"{norm}.weight"))
+    gains = _rows(stored_ND, sets, without=own_D)
     return gains.view(-1, 1, gains.shape[-1])
 
 
@@ -148,7 +176,9 @@ def _rows(stored_N: Tensor, sets: int | Tensor, *, without: Tensor | float | Non
     Args: without: in place of the entry in rows whose set is -1; None to take any entry there.
     """
     if isinstance(sets, int):
-        return stored_N[sets]
+        # A copy: without gradients, torch's counters of modules take a view of a parameter that a
+        # module returns for one with a history.
+        return stored_N[sets].clone()
     picked = stored_N.index_select(0, sets.clamp(min=0).to(stored_N.device))
     has_set = sets >= 0
     if without is None or bool(has_set.all()):

@@ -24,7 +24,7 @@ from depthdial.cache.protocol import LoopCache
 from depthdial.cache.uncached import LoopCarry, carry_of_pass, first_carry, slots_from_carry
 from depthdial.config import ModelConfig, ModulationConfig, slot_kinds
 from depthdial.layers.normalised import unit_length
-from depthdial.layers.primitives import RMSNorm, wide_dtype
+from depthdial.layers.primitives import RMSNorm, TokenEmbedding, wide_dtype
 from depthdial.layers.state import Slot
 from depthdial.model.call import (
     Begun,
@@ -80,7 +80,7 @@ class LoopedLM(nn.Module):
         d_model, vocab_size = config.d_model, config.vocab_size
         self.slot_kinds = {block: slot_kinds(layout) for block, layout in config.layouts.items()}
         self.segments = core_segments(config)
-        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.embedding = TokenEmbedding(vocab_size, d_model)
         is_learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.max_context, d_model) if is_learned else None
         self.prelude_stack = build_stack(config, "prelude")
@@ -170,8 +170,8 @@ class LoopedLM(nn.Module):
         call = call.checked(self.config)
         if call.cache is not None:
             call.cache.bind_loops(call.num_loops)
-        weight = self.embedding.weight
-        dtype = compute_dtype(weight.device, weight.dtype)
+        # The device is that of the input: weights may be elsewhere until their module is called.
+        dtype = compute_dtype(call.tokens_BT.device, self.embedding.weight.dtype)
         ctx, cache_call = build_context(call, self.config, dtype=dtype)
         binding = SlotBinding(call.cache, cache_call, self.slot_kinds)
         longest = call.tokens_BT.shape[1]
@@ -229,7 +229,9 @@ class LoopedLM(nn.Module):
             if steps is not None and len(steps) > 1 and rows is not None:
                 steps = steps[rows]
             slots = begun.binding.slots("core", loop_idx=loop_idx, rows=rows)
-            mod = self.loop_modulation(loop_idx, active.num_loops, steps, table=call.table)
+            mod = self.loop_modulation(
+                loop_idx, active.num_loops, steps, table=call.table, device=h_in_BTD.device
+            )
             if mod.sublayers is not None:
                 mod = mod._replace(sublayers=mod.sublayers[segment.sublayers])
             without_grad = rows_without_grad(call.no_grad_loops, loop_idx, rows)
@@ -275,12 +277,15 @@ class LoopedLM(nn.Module):
             self.loop(
                 state_BTD,
                 begun.h_in_BTD,
-                mod=self.loop_modulation(0, num_loops, table=begun.call.table),
+                mod=self.loop_modulation(
+                    0, num_loops, table=begun.call.table, device=state_BTD.device
+                ),
                 slots=begun.binding.extra_slots(),
                 carry=self.first_carry(state_BTD, is_cached=True),
                 ctx=begun.ctx,
             )
-        mods = self.coda_modulation(num_loops, table=begun.call.table)
+        device = state_BTD.device
+        mods = self.coda_modulation(num_loops, table=begun.call.table, device=device)
         slots = begun.binding.slots("coda")
         coda = self.coda if begun.call.blocks is None else begun.call.blocks.coda
         x_BTD = coda(state_BTD, mods=mods, slots=slots, ctx=begun.ctx)
@@ -383,9 +388,18 @@ class LoopedLM(nn.Module):
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V]."""
-        if self.final_norm is not None and self.config.final_norm != "loop":
-            x_BTD = self.final_norm(x_BTD)
-        logits_BTV = self._tied_head(x_BTD) if self.lm_head is None else self.lm_head(x_BTD)
+        return self.scores(self.head_input(x_BTD))
+
+    def head_input(self, x_BTD: Tensor) -> Tensor:
+        """What the matrix of the head multiplies: the coda output after the final norm."""
+        if self.final_norm is None or self.config.final_norm == "loop":
+            return x_BTD
+        return self.final_norm(x_BTD)
+
+    def scores(self, head_input_BTD: Tensor) -> Tensor:
+        """Logits [B, T, V] of what the head's matrix multiplies."""
+        head = self._tied_head if self.lm_head is None else self.lm_head
+        logits_BTV = head(head_input_BTD)
         wide, cap = wide_dtype(logits_BTV.dtype), self.config.logit_soft_cap
         if self.logit_scale is not None and self.config.ngpt is not None:
             # fp32: the scale is large where the logits of unit vectors are small.
@@ -398,8 +412,8 @@ class LoopedLM(nn.Module):
 
     def _tied_head(self, x_BTD: Tensor) -> Tensor:
         """The product with the embedding of every token id."""
-        if isinstance(self.embedding, nn.Embedding):
-            return F.linear(x_BTD, self.embedding.weight)
+        if isinstance(self.embedding, TokenEmbedding):
+            return self.embedding(x_BTD)
         # Whatever is wrapped around the embedding (an adapter) belongs to the head too.
         every_id = torch.arange(self.config.vocab_size, device=x_BTD.device)
         return F.linear(x_BTD, self.embedding(every_id))
@@ -411,6 +425,7 @@ class LoopedLM(nn.Module):
         step_sizes: Tensor | None = None,
         *,
         table: ConditioningTable | None = None,
+        device: torch.device | None = None,
     ) -> LoopModulation:
         """Conditioning of one pass, its stored differences included.
 
@@ -419,6 +434,7 @@ class LoopedLM(nn.Module):
                 different loops and counts can stand in one call of `loop`.
             step_sizes: [1 or B, loops], for a model conditioned on time; None for equal steps.
             table: of the call, which then computes nothing; None to compute.
+            device: of the result; None for that of the embedding.
 
         Returns: rows [1, 1, ...] where loop and count are ints, else [B, 1, ...].
         Raises: ValueError for rows whose loops cannot stand in one call.
@@ -428,7 +444,7 @@ class LoopedLM(nn.Module):
         if table is not None and step_sizes is None:
             mod = table.for_loop(loop_idx, num_loops)
         else:
-            device = self.embedding.weight.device
+            device = self.embedding.weight.device if device is None else device
             mod = self.modulation.for_loop(loop_idx, num_loops, step_sizes, device=device)
         if self.loop_lora is None:
             return mod
@@ -436,10 +452,16 @@ class LoopedLM(nn.Module):
         return mod._replace(sublayers=sublayers)
 
     def coda_modulation(
-        self, num_loops: NumLoops, *, table: ConditioningTable | None = None
+        self,
+        num_loops: NumLoops,
+        *,
+        table: ConditioningTable | None = None,
+        device: torch.device | None = None,
     ) -> tuple[SublayerModulation, ...] | None:
-        """Conditioning of the coda; rows and table as in `loop_modulation`."""
-        return (self.modulation if table is None else table).for_coda(num_loops)
+        """Conditioning of the coda; rows, table and device as in `loop_modulation`."""
+        if table is not None:
+            return table.for_coda(num_loops)
+        return self.modulation.for_coda(num_loops, device=device)
 
     def conditioning_table(self, num_loops: NumLoops) -> ConditioningTable:
         """What calls of these loop counts are conditioned on, computed once for all of them."""

@@ -96,7 +96,8 @@ class LoopConditioning(nn.Module):
         Args:
             loop_idx, num_loops: of all rows, or one per row, int64 [B] on the CPU.
             step_sizes: [1 or B, loops]; None for equal steps. Only conditioning on time reads it.
-            device: of the result where no weights tell it; None for the CPU.
+            device: of the result; None for that of the weights, where there are any, or the CPU.
+                Weights may be elsewhere until their module is called.
 
         Returns: rows [1, 1, ...] where loop and count are ints, else [B, 1, ...].
         """
@@ -105,12 +106,14 @@ class LoopConditioning(nn.Module):
         points, row_point_B = distinct(row_points(loop_idx, num_loops))
         return pick_rows(self.loops_at(points, device=device), row_point_B)
 
-    def for_coda(self, num_loops: NumLoops) -> tuple[SublayerModulation, ...] | None:
-        """Conditioning of the coda; rows as in `for_loop`."""
+    def for_coda(
+        self, num_loops: NumLoops, *, device: torch.device | None = None
+    ) -> tuple[SublayerModulation, ...] | None:
+        """Conditioning of the coda; rows and device as in `for_loop`."""
         if isinstance(num_loops, int):
-            return self.codas_at([num_loops])
+            return self.codas_at([num_loops], device=device)
         budgets, row_budget_B = distinct(num_loops.tolist())
-        return pick_rows(self.codas_at(budgets), row_budget_B)
+        return pick_rows(self.codas_at(budgets, device=device), row_budget_B)
 
     @torch.no_grad()
     def table(
@@ -121,16 +124,26 @@ class LoopConditioning(nn.Module):
         # One by one, as in a call of one loop count: values do not depend on their neighbours.
         return ConditioningTable(
             {(i, k): self.loops_at(((i, k),), device=device) for k in budgets for i in range(k)},
-            {k: self.codas_at((k,)) for k in budgets},
+            {k: self.codas_at((k,), device=device) for k in budgets},
         )
 
     def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
         """One row per point, [U, 1, ...]; device as in `for_loop`."""
         return LoopModulation(None, None, self.update_at(points, device))
 
-    def codas_at(self, budgets: Sequence[int]) -> tuple[SublayerModulation, ...] | None:
-        """One row per loop count, [U, 1, ...]."""
+    def codas_at(
+        self, budgets: Sequence[int], *, device: torch.device | None = None
+    ) -> tuple[SublayerModulation, ...] | None:
+        """One row per loop count, [U, 1, ...]; device as in `for_loop`."""
         return None
+
+    def _dtype(self) -> torch.dtype:
+        """Number format of the linear maps, asked of none: a quantised one takes float32."""
+        return next((p.dtype for p in self.parameters()), torch.float32)
+
+    def _device(self) -> torch.device:
+        """Where the parameters are; the CPU where there are none."""
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     def update_at(
         self, points: Points, device: torch.device | None, exit_gain: Tensor | None = None
@@ -173,10 +186,10 @@ class ELRModulation(LoopConditioning):
     def condition(self, progress_U: Tensor, budget_U: Tensor) -> Tensor:
         """c = MLP([phi(progress); phi(budget)]), [U, d_cond]."""
         both = torch.cat([self.ladder(progress_U), self.ladder(budget_U)], dim=-1)
-        return self.mlp_out(F.silu(self.mlp_in(both.to(self.mlp_in.weight.dtype))))
+        return self.mlp_out(F.silu(self.mlp_in(both.to(self._dtype()))))
 
     def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
-        device = self.mlp_in.weight.device
+        device = self._device() if device is None else device
         # fp32 under autocast: a handful of vectors, and progress must not be rounded to 8 bits.
         with torch.autocast(device.type, enabled=False):
             loop_U, k_U = torch.tensor(points, dtype=torch.float32, device=device).unbind(dim=1)
@@ -184,8 +197,10 @@ class ELRModulation(LoopConditioning):
             condition_UC = self.condition((loop_U + 1) * k_U.reciprocal(), k_U / self.max_loops)
             return self.loops_from_condition(condition_UC, points)
 
-    def codas_at(self, budgets: Sequence[int]) -> tuple[SublayerModulation, ...]:
-        device = self.mlp_in.weight.device
+    def codas_at(
+        self, budgets: Sequence[int], *, device: torch.device | None = None
+    ) -> tuple[SublayerModulation, ...]:
+        device = self._device() if device is None else device
         with torch.autocast(device.type, enabled=False):
             k_U = torch.tensor(budgets, dtype=torch.float32, device=device)
             condition_UC = self.condition(torch.ones_like(k_U), k_U / self.max_loops)
@@ -243,7 +258,7 @@ class TimeModulation(LoopConditioning):
 
     def condition(self, time_U: Tensor, step_U: Tensor) -> Tensor:
         """c = E_t(t) + E_s(step), [U, D]."""
-        dtype = self.time_in.weight.dtype
+        dtype = self._dtype()
         time_UE, step_UE = self.ladder(time_U).to(dtype), self.ladder(step_U).to(dtype)
         time_UD = self.time_out(F.silu(self.time_in(time_UE)))
         return time_UD + self.step_out(F.silu(self.step_in(step_UE)))
@@ -257,22 +272,24 @@ class TimeModulation(LoopConditioning):
         device: torch.device | None = None,
     ) -> LoopModulation:
         if step_sizes is None:
-            return super().for_loop(loop_idx, num_loops)
+            return super().for_loop(loop_idx, num_loops, device=device)
         rows = row_points(loop_idx, num_loops, num_rows=len(step_sizes))
         steps = step_sizes.to(torch.float64).expand(len(rows), -1)
         loop_B1 = torch.tensor([i for i, _ in rows])[:, None]
         # Summed in float64: a sum of many float32 steps of 1/L misses the grid that was trained.
         is_before = torch.arange(steps.shape[1]) < loop_B1
         time_B = torch.where(is_before, steps, 0.0).sum(dim=1)
-        return self._at(time_B, steps.gather(1, loop_B1)[:, 0], rows)
+        return self._at(time_B, steps.gather(1, loop_B1)[:, 0], rows, device)
 
     def loops_at(self, points: Points, *, device: torch.device | None = None) -> LoopModulation:
         loop_U, k_U = torch.tensor(points, dtype=torch.float64).unbind(dim=1)
         share_U = k_U.reciprocal()
-        return self._at(loop_U * share_U, share_U, points)
+        return self._at(loop_U * share_U, share_U, points, device)
 
-    def _at(self, time_U: Tensor, step_U: Tensor, points: Points) -> LoopModulation:
-        device = self.time_in.weight.device
+    def _at(
+        self, time_U: Tensor, step_U: Tensor, points: Points, device: torch.device | None
+    ) -> LoopModulation:
+        device = self._device() if device is None else device
         # fp32 under autocast: a handful of vectors, and times must not be rounded to 8 bits.
         with torch.autocast(device.type, enabled=False):
             condition_UD = self.condition(time_U.float().to(device), step_U.float().to(device))

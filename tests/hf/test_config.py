@@ -100,6 +100,11 @@ def test_a_config_survives_copy_and_pickle(folder):
     assert pickle.loads(pickle.dumps(config)).looped == config.looped
 
 
+def test_f08_trainers_can_ask_any_config_for_code_that_came_with_it(folder):
+    """TRL does, where an architecture is not transformers' own."""
+    assert AutoConfig.from_pretrained(folder).auto_map == {}
+
+
 def test_registering_twice_is_harmless():
     depthdial.hf.register()
     depthdial.hf.register()

@@ -55,7 +55,7 @@ STRANGER = """
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 folder, result, text = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 inputs = tokenizer(text, return_tensors="pt")
 settings = {"num_loops": 3, "max_new_tokens": 6, "do_sample": False}
 with torch.no_grad():
@@ -132,6 +132,50 @@ def test_b36_three_rounds_of_a_stranger_keep_config_weights_and_code(exported, s
     for name in names:
         wanted = (exported / name).read_bytes()
         assert all((result / round_ / name).read_bytes() == wanted for round_ in ("1", "2", "3"))
+
+
+TOKENIZER_OF_A_STRANGER = """
+import builtins
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+asked = []
+def no_answer(question):
+    asked.append(question)
+    raise EOFError
+builtins.input = no_answer
+folder, text = sys.argv[1:]
+found = {}
+for name, tokenizer in (
+    ("of the card", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False)),
+    ("by its class", lambda: PreTrainedTokenizerFast.from_pretrained(folder)),
+    ("unanswered", lambda: AutoTokenizer.from_pretrained(folder)),
+):
+    found[name] = [tokenizer()(text)["input_ids"], len(asked)]
+print(json.dumps(found))
+"""
+
+
+def test_f08_the_tokenizer_of_an_export_needs_no_question_and_no_code(source, exported, tmp_path):
+    """transformers reads config.json first, and asks whether its code may run."""
+    tokenizer = Tokenizer.from_dir(source)
+    ids = [*tokenizer.opening_ids, *tokenizer.encode(TEXT)]
+    found = run_without_package(TOKENIZER_OF_A_STRANGER, exported, TEXT, place=tmp_path)
+    assert found["of the card"] == found["by its class"] == [ids, 0]
+    assert found["unanswered"][0] == ids
+    assert not list((tmp_path / "modules").rglob("*depthdial*"))
+    assert (
+        "AutoTokenizer.from_pretrained(folder, trust_remote_code=False)"
+        in (exported / "README.md").read_text()
+    )
+
+
+def test_f08_with_the_package_the_tokenizer_needs_no_question(exported, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def asked(question):
+        raise AssertionError(question)
+
+    monkeypatch.setattr("builtins.input", asked)
+    assert AutoTokenizer.from_pretrained(exported)(TEXT)["input_ids"]
 
 
 STRANGER_OF_ANY = """

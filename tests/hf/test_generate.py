@@ -222,6 +222,27 @@ def test_a_pipeline_opens_a_folder_and_takes_num_loops(text_folder):
         assert text == prompt + tokenizer.decode(row.token_ids)
 
 
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}, {"use_cache": False}])
+def test_f08_stop_strings_end_a_text_and_need_its_tokenizer(text_folder, more):
+    """`generate` handed the tokenizer on to the model, which knows no such argument."""
+    model = AutoModelForCausalLM.from_pretrained(text_folder)
+    tokenizer = AutoTokenizer.from_pretrained(text_folder)
+    inputs = tokenizer("citizens of the", return_tensors="pt")
+    settings = {"num_loops": 3, "max_new_tokens": 12, "do_sample": False, **more}
+    whole = model.generate(**inputs, **settings)[0].tolist()
+    # Single bytes of a random model are no text as a rule.
+    places = range(inputs["input_ids"].shape[1], len(whole))
+    place = next(i for i in places if tokenizer.decode(whole[i]).isprintable())
+    stop = tokenizer.decode(whole[place])
+    stopped = model.generate(**inputs, **settings, stop_strings=[stop], tokenizer=tokenizer)[0]
+    assert stopped.tolist()[: place + 1] == whole[: place + 1]
+    assert stop in tokenizer.decode(stopped[len(inputs["input_ids"][0]) :])
+    if "num_beams" not in more:
+        assert len(stopped) == place + 1 < len(whole)
+    with pytest.raises(ValueError, match="tokenizer"):
+        model.generate(**inputs, **settings, stop_strings=[stop])
+
+
 def test_b36_model_and_tokenizer_saved_together_three_times_are_ours_again(text_folder, tmp_path):
     source = text_folder
     for name in ("1", "2", "3"):

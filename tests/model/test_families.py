@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 from depthdial.cache.contiguous import ContiguousCache
 from depthdial.config import (
@@ -384,3 +385,38 @@ def test_rows_that_are_sent_away_leave_the_others_unchanged():
 def test_a_field_without_effect_or_need_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
         config_of(name).replace(**changes)
+
+
+# ---- where parameters are read
+
+
+def keep_away(model):
+    """Put the parameters of each module on the meta device but during the module's own call."""
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if own:
+            away = {name: nn.Parameter(p.to("meta")) for name, p in own.items()}
+            module._parameters.update(away)
+            module.register_forward_pre_hook(lambda m, _, own=own: m._parameters.update(own))
+            module.register_forward_hook(lambda m, _, y, away=away: m._parameters.update(away))
+
+
+@every_variant
+def test_f08_every_parameter_is_read_inside_the_call_of_its_own_module(name):
+    """Offloaded weights, adapters and quantised modules take effect only there: a gate, the tied
+    head and stored differences were read from outside.
+    """
+    model, ids = model_of(name), tokens(3, 5)
+    counts = [1, K, torch.tensor([2, K, 1])]
+    with torch.no_grad():
+        expected = [model(ids, num_loops=count) for count in counts]
+        keep_away(model)
+        for count, logits in zip(counts, expected, strict=True):
+            assert torch.equal(model(ids, num_loops=count), logits)
+
+
+def test_f08_rows_that_need_a_gain_from_outside_its_norm_say_so():
+    model = model_of("differences by loop")
+    keep_away(model)
+    with torch.no_grad(), pytest.raises(ValueError, match="rows of one loop at a time"):
+        model.loop_modulation(torch.tensor([0, 1]), torch.tensor([K, K]))
