@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and locks that end with their process.
+"""Files and folders that appear whole or not at all.
 
 `new_folder` is the one way in which a command writes or replaces a folder; a training run holds
 its own folder with `locked`. What these folders hold is decided by their callers.
@@ -6,36 +6,26 @@ its own folder with `locked`. What these folders hold is decided by their caller
 
 from __future__ import annotations
 
-import datetime
 import errno
 import hashlib
 import json
 import os
-import platform
 import shutil
-import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
+from depthdial.locks import locked
+
+IS_WINDOWS = os.name == "nt"
 FolderKind = Literal["a model folder", "an exported model", "prepared data"]
 """What a folder that `new_folder` wrote is; one of another kind is never replaced."""
 RECORD_FILE = ".depthdial.json"
 """In every folder that `new_folder` wrote: its kind and its files. Only these are ever removed."""
 TRAINING_FILES = ("manifest.json", "metrics.jsonl", "provenance.json")
 """What a training run and its checkpoints hold, and no other folder."""
-LOCKED_BYTE = 2**20
-"""Windows lets nobody read a locked byte; this one lies behind the text of a lock file."""
-POLL_SECONDS = 0.1
-MAX_ATTEMPTS = 50
-"""Times that a lock file may vanish while it is opened, as others remove it, before that is taken
-for another fault."""
-
-
-class InUseError(ValueError):
-    """Another process holds the lock of a folder."""
 
 
 # Files
@@ -69,7 +59,11 @@ def write_synced(path: Path, text: str) -> None:
 
 def fsync_path(path: Path) -> None:
     """Force a file, or the entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if IS_WINDOWS and path.is_dir():
+        # It opens no folder, and forces a name to disk with the file that bears it.
+        return
+    # Windows forces only what is open for writing.
+    descriptor = os.open(path, os.O_RDWR if IS_WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -116,136 +110,6 @@ def _naming_file(temporary: Path, path: Path) -> Iterator[None]:
             if error.filename is None and error.errno is not None:
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
-
-
-# Locks
-
-
-@contextmanager
-def locked(path: Path, *, what: str, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` while the block runs; the system ends the lock with the process.
-
-    The folder of `path` is made if it is missing. The file is removed at the end; one that a
-    killed process left is free, and is used.
-
-    Args:
-        what: what is locked, for messages.
-        wait: wait until the holder is done, instead of raising.
-
-    Raises: InUseError naming the process that holds the lock.
-    """
-    file = _acquired(path, what=what, wait=wait)
-    try:
-        yield
-    finally:
-        _release(file, path)
-
-
-def _acquired(path: Path, *, what: str, wait: bool) -> BinaryIO:
-    is_waiting, attempts = False, 0
-    while True:
-        attempts += 1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+b")
-        except (FileNotFoundError, FileExistsError):
-            # Its last holder removed the folder in the middle of this.
-            if attempts == MAX_ATTEMPTS:
-                raise
-            continue
-        try:
-            if _try_lock(file):
-                if _is_at(file, path):
-                    _write_holder(file)
-                    return file
-                # Its last holder removed the file after it was opened here: lock a new one.
-            elif not wait:
-                raise InUseError(
-                    f"{what} is in use by {_holder(path)}. Wait until it is done, or stop it."
-                )
-            else:
-                if not is_waiting:
-                    warnings.warn(f"waiting for {_holder(path)}, which uses {what}.", stacklevel=4)
-                is_waiting, attempts = True, 0
-                time.sleep(POLL_SECONDS)
-        except BaseException:
-            file.close()
-            raise
-        file.close()
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    """Lock an open file, or find that somebody else has; a crash of this process ends the lock."""
-    try:
-        try:
-            import fcntl
-        except ImportError:
-            import msvcrt
-
-            file.seek(LOCKED_BYTE)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK):
-            return False
-        # Some network file systems. Refusing would keep their users from working at all.
-        warnings.warn(
-            f"{file.name}: this file system has no locks ({error.strerror}), so that a second "
-            "process that writes to the same place would not be noticed. Start only one.",
-            stacklevel=5,
-        )
-    return True
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _write_holder(file: BinaryIO) -> None:
-    """Note in a locked file who holds it."""
-    since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    note = {"pid": os.getpid(), "host": platform.node(), "since": since}
-    # A full disk costs the note, not the lock.
-    with suppress(OSError):
-        file.truncate(0)
-        file.write(json.dumps(note).encode())
-        file.flush()
-
-
-def _holder(path: Path) -> str:
-    """The process that holds a lock, in words."""
-    try:
-        note = json.loads(path.read_bytes())
-        pid, host, since = int(note["pid"]), note["host"], note["since"]
-    except (OSError, ValueError, KeyError, TypeError):
-        # The note is not complete yet, or is gone already.
-        return "another process"
-    # The text is another's: ascii() shows control characters instead of sending them.
-    place = "" if host == platform.node() else f" on {ascii(host)}"
-    who = "this process" if pid == os.getpid() and not place else f"process {pid}{place}"
-    return f"{who}, since {ascii(since)}"
-
-
-def _release(file: BinaryIO, path: Path) -> None:
-    """Remove a lock file, unless its folder was moved, and end the lock.
-
-    Who opened the file meanwhile finds that it is gone, and locks a new one.
-    """
-    is_ours = _is_at(file, path)
-    with suppress(OSError):
-        if is_ours:
-            path.unlink()
-            is_ours = False
-    file.close()
-    # Windows removes no open file. There, unlike here, a file that somebody else opened since is
-    # not removed either.
-    if is_ours:
-        with suppress(OSError):
-            path.unlink()
 
 
 # Folders

@@ -9,20 +9,25 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from depthdial.disk import RECORD_FILE, InUseError, locked, new_folder, write_whole
+import depthdial
+from depthdial import disk
+from depthdial.disk import RECORD_FILE, new_folder, write_whole
+from depthdial.locks import InUseError, locked
+from depthdial.training.provenance import collect_provenance
 
 REPOSITORY = Path(__file__).parents[1]
 IMPORTS = """
 import os, signal, sys
 from pathlib import Path
-import depthdial.disk as disk
+import depthdial.disk as disk, depthdial.locks as locks
 """
 HOLD = """
-with disk.locked(Path(sys.argv[1]), what='the run'):
+with locks.locked(Path(sys.argv[1]), what='the run'):
     print('held', flush=True)
     sys.stdin.read()
 """
@@ -134,8 +139,8 @@ def test_f21_one_at_a_time_while_holders_remove_file_and_folder(tmp_path):
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("depthdial.disk.POLL_SECONDS", 0.001)
-        patch.setattr("depthdial.disk.warnings.warn", lambda *_, **__: None)
+        patch.setattr("depthdial.locks.POLL_SECONDS", 0.001)
+        patch.setattr("depthdial.locks.warnings.warn", lambda *_, **__: None)
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -355,3 +360,68 @@ def test_f21_a_full_disk_names_the_file_what_stands_and_the_way_on(tmp_path, mon
     with pytest.raises(OSError, match=r"No space left on device: '.*/file\.json'"):
         write_whole(tmp_path / "file.json", "new")
     assert contents(tmp_path) == {"file.json": "old"}
+
+
+# ---- Windows, simulated
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """No sysconf, no fcntl, folders that cannot be opened, files that only a writer forces."""
+    really_open, holders = os.open, {}
+
+    def open_as_windows(path, flags, *rest, **options):
+        if Path(path).is_dir():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        if not flags & (os.O_WRONLY | os.O_RDWR) and str(path).endswith((".json", ".jsonl")):
+            raise OSError(errno.EBADF, "Bad file descriptor: fsync of a file open for reading")
+        return really_open(path, flags, *rest, **options)
+
+    class Msvcrt:
+        LK_NBLCK = 2
+
+        @staticmethod
+        def locking(descriptor, mode, count):
+            place, holder = os.fstat(descriptor).st_ino, None
+            with suppress(OSError, KeyError):
+                holder = os.fstat(holders[place]).st_ino
+            # A closed file holds nothing.
+            if holder == place and holders[place] != descriptor:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            holders[place] = descriptor
+
+    monkeypatch.delattr(os, "sysconf")
+    monkeypatch.setattr(disk, "IS_WINDOWS", True)
+    monkeypatch.setattr(os, "open", open_as_windows)
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", Msvcrt)
+
+
+def test_f34_files_and_folders_are_forced_to_disk_without_opening_a_folder(windows, tmp_path):
+    write_whole(tmp_path / "a.json", "{}")
+    disk.fsync_path(tmp_path / "a.json")
+    disk.fsync_path(tmp_path)
+    with new_folder(tmp_path / "model", kind="a model folder") as folder:
+        (folder / "config.json").write_text("{}")
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"
+
+
+def test_f34_a_lock_without_fcntl_keeps_a_second_writer_out(windows, tmp_path):
+    with (
+        locked(tmp_path / "lock", what="the run"),
+        pytest.raises(InUseError, match="the run is in use by this process"),
+        locked(tmp_path / "lock", what="the run"),
+    ):
+        pass
+
+
+def test_f34_provenance_says_what_windows_tells(windows):
+    hardware = collect_provenance(seed=0, device="cpu")["hardware"]
+    assert hardware["memory_bytes"] is None and hardware["cores"] == os.cpu_count()
+
+
+def test_f34_a_run_is_trained_and_resumed(windows, tmp_path):
+    small = {"model__d_model": 16, "model__d_ff": 16, "train__batch_size": 8, "train__val_rows": 4}
+    result = depthdial.train("tiny-pointer", root=tmp_path, train__steps=1, name="run", **small)
+    assert result.status == "finished"
+    assert depthdial.resume(result.path).step == 1

@@ -88,13 +88,21 @@ def _hardware(device: str) -> dict[str, Any]:
         "cpu_model": _cpu_model(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": _memory_bytes(),
         "device": device,
         "device_name": None,
     }
     if torch.device(device).type == "cuda":
         hardware["device_name"] = torch.cuda.get_device_name(device)
     return hardware
+
+
+def _memory_bytes() -> int | None:
+    """Memory of the machine, None if the system does not tell (Windows has no sysconf)."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _cpu_model() -> str | None:

@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from depthdial.config import StrictConfig
 from depthdial.config.text import parse_json
-from depthdial.disk import fsync_path, hash_file, locked, write_synced, write_whole
+from depthdial.disk import fsync_path, hash_file, write_synced, write_whole
+from depthdial.locks import locked
 from depthdial.model.folder import LICENCE_NAMES
 from depthdial.training.metrics_file import MetricsFile, json_text
 

@@ -18,7 +18,7 @@ from depthdial.data.packing import IGNORE, PackedText
 from depthdial.data.shards import SPLITS, SplitWriter, TokenShards
 from depthdial.data.text import _cutting_place, prepare, split_by_hash
 from depthdial.data.tokenizer import Tokenizer, train_bpe
-from depthdial.disk import InUseError
+from depthdial.locks import InUseError
 
 
 @pytest.fixture

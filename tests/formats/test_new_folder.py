@@ -7,9 +7,10 @@ from goldens import GOLDEN
 from published import add_tokenizer, copy_golden, edit_json, hashes
 
 from depthdial.convert.convert import convert
-from depthdial.disk import TRAINING_FILES, InUseError, named_in_errors, new_folder
+from depthdial.disk import TRAINING_FILES, named_in_errors, new_folder
 from depthdial.formats.hf_export import export_hf
 from depthdial.formats.import_export import export_checkpoint, import_checkpoint
+from depthdial.locks import InUseError
 from depthdial.model.checkpoint import read_config
 from depthdial.training.run_dir import MANIFEST, RunDir
 

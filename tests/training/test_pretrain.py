@@ -18,7 +18,7 @@ from depthdial.config import (
     Recipe,
 )
 from depthdial.data.text import prepare
-from depthdial.disk import InUseError
+from depthdial.locks import InUseError
 from depthdial.model.checkpoint import load_model
 from depthdial.model.count import flops_per_token
 from depthdial.training.pretrain import resume, train

@@ -12,7 +12,7 @@ import pytest
 from run_folders import CONFIG, names_in, new_run, saved_value, tree_bytes, writer
 
 from depthdial.config import LoopConfig
-from depthdial.disk import InUseError
+from depthdial.locks import InUseError
 from depthdial.training.run_dir import RunDir
 
 
