@@ -55,7 +55,7 @@ class ContiguousCache:
         self.policy: CachePolicy = config.loop.cache_policy if policy is None else policy
         self.rule = cache_rule(self.policy, config)
         self.capacity = capacity
-        self.config = config
+        self._config = config
         self._kinds = {block: slot_kinds(layout) for block, layout in config.layouts.items()}
         self._device = torch.device(device)
         self._content = self._empty(batch_size)
@@ -219,8 +219,8 @@ class ContiguousCache:
         """Drop the newest tokens of each row; a row that keeps none starts afresh.
 
         Args: lengths: tokens to keep, for all rows or per row [B].
-        Raises: ValueError for a length beyond what is stored, or where a recurrent state would
-            have to go back to an earlier token.
+        Raises: ValueError for a length beyond what is stored, or an earlier one where a recurrent
+            state cannot go back to it or a rule has dropped tokens.
         """
         lengths_B = torch.as_tensor(lengths).cpu().expand(self.batch_size).clone()
         stored_B = self.lengths_B
@@ -229,11 +229,15 @@ class ContiguousCache:
                 f"cannot crop rows of {stored_B.tolist()} tokens to {lengths_B.tolist()}; "
                 "give at most as many as are stored, and at least 0."
             )
-        if self._has_states() and bool(((lengths_B > 0) & (lengths_B < stored_B)).any()):
+        reason = None
+        if self._has_states():
+            reason = "a recurrent layer's state cannot go back to an earlier token"
+        elif self.rule.stored_tokens is not None:
+            reason = f"cache policy '{self.policy}' has dropped earlier tokens"
+        if reason is not None and bool(((lengths_B > 0) & (lengths_B < stored_B)).any()):
             raise ValueError(
-                f"cannot crop rows of {stored_B.tolist()} tokens to {lengths_B.tolist()}: a "
-                "recurrent layer's state cannot go back to an earlier token. Keep all tokens of a "
-                "row or none, or restore a snapshot."
+                f"cannot crop rows of {stored_B.tolist()} tokens to {lengths_B.tolist()}: "
+                f"{reason}. Keep all tokens of a row or none, or restore a snapshot."
             )
         if int(lengths_B.max()) == 0:
             self._content = self._empty(self.batch_size)
@@ -269,7 +273,7 @@ class ContiguousCache:
     def _empty(self, num_rows: int) -> CacheContent:
         entries = MECHANISMS[self.rule.mechanism](
             self.policy,
-            self.config,
+            self._config,
             num_rows=num_rows,
             capacity=self.capacity,
             device=self._device,

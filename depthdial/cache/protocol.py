@@ -131,8 +131,8 @@ class LoopCache(Protocol):
         """Drop the newest tokens of each row; a row that keeps none starts afresh.
 
         Args: lengths: tokens to keep, for all rows or per row [B].
-        Raises: ValueError for more than are stored, or where a recurrent state would have to go
-            back to an earlier token.
+        Raises: ValueError for more than are stored, or an earlier length that a recurrent state or
+            a rule that drops tokens cannot go back to.
         """
         ...
 

@@ -153,9 +153,21 @@ def _structure(config: ModelConfig) -> list[tuple[str, str]]:
         ("context", f"{config.max_context:,} tokens"),
         ("cache policy", loop.cache_policy),
     ]
+    if count_slots(config.sublayers, "state"):
+        rows.append(("recurrent states", _states(config)))
     if config.exit_gate != "none":
         rows.append(("exit gate", config.exit_gate + (", stale" if config.exit_gate_stale else "")))
     return rows
+
+
+def _states(config: ModelConfig) -> str:
+    """Bytes per sequence, whatever its length."""
+    from depthdial.model.count.cache import state_bytes
+
+    one, most = (
+        size(state_bytes(config, k, bytes_per_value=BYTES_PER_VALUE)) for k in (1, config.max_loops)
+    )
+    return f"{one} per sequence in bf16 at one loop, {most} at {config.max_loops}"
 
 
 def _feed_forward(config: ModelConfig) -> str:
@@ -224,15 +236,17 @@ def _runs(layout: str) -> str:
 
 def _cache_parts(config: ModelConfig, loops: Sequence[int]) -> list[Table]:
     """Bytes per token that persist: a row per policy, a column per loop count."""
-    from depthdial.model.count.cache import cache_bytes, planned_policies
+    from depthdial.model.count.cache import cache_bytes, planned_policies, state_bytes
 
-    rows = {
-        policy: [
-            size(cache_bytes(config, k, context=1, policy=policy, bytes_per_value=BYTES_PER_VALUE))
-            for k in loops
-        ]
-        for policy in planned_policies(config)
-    }
+    def per_token(policy: str, num_loops: int) -> int:
+        states = state_bytes(config, num_loops, bytes_per_value=BYTES_PER_VALUE)
+        held = cache_bytes(
+            config, num_loops, context=1, policy=policy, bytes_per_value=BYTES_PER_VALUE
+        )
+        return held - states
+
+    policies = planned_policies(config)
+    rows = {policy: [size(per_token(policy, k)) for k in loops] for policy in policies}
     layers = count_slots(config.sublayers, "keys")
     title = f"Cached keys and values per token in bf16, {layers} attention layers"
     return tables_by_loops(title, "policy", rows, [f"k = {k}" for k in loops])

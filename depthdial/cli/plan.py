@@ -23,7 +23,14 @@ from depthdial.cli.tables import (
     table,
     tables_by_loops,
 )
-from depthdial.config import CachePolicy, DepthConfig, ModelConfig, Recipe, nearest_name
+from depthdial.config import (
+    CachePolicy,
+    DepthConfig,
+    ModelConfig,
+    Recipe,
+    count_slots,
+    nearest_name,
+)
 from depthdial.config.text import read_mapping
 
 if TYPE_CHECKING:
@@ -208,7 +215,9 @@ def _print_plan(
     title = f"Compute at {own.context:,} tokens of context"
     console.print(table(title, columns, compute), "")
     shown = {k: f"k = {k}{mark}" for k, mark in marks.items() if k in in_memory}
-    title = f"Cached keys and values, batch {own.batch_size}, {dtype}, by cache policy"
+    has_states = count_slots(config.sublayers, "state") > 0
+    what = "keys, values and states" if has_states else "keys and values"
+    title = f"Cached {what}, batch {own.batch_size}, {dtype}, by cache policy"
     parts = tables_by_loops(title, "policy", _memory_rows(plans, own, shown), shown.values())
     console.print(*separated(parts))
     if any(marks.values()):

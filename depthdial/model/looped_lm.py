@@ -60,12 +60,14 @@ class LoopPass(NamedTuple):
 
     rows: user-order indices of the rows in `state_BTD`, deepest first; None for the whole batch.
     num_leaving: rows at the end of `state_BTD` whose last pass this was.
+    carry: what the pass hands on, its rows those of `state_BTD`: routes, balance losses, loads.
     """
 
     loop_idx: int
     state_BTD: Tensor
     rows: Tensor | None
     num_leaving: int
+    carry: LoopCarry
 
 
 class LoopedLM(nn.Module):
@@ -252,7 +254,7 @@ class LoopedLM(nn.Module):
             if on_loop is not None:
                 replacement_BTD = on_loop(loop_idx, state_BTD, rows)
                 state_BTD = state_BTD if replacement_BTD is None else replacement_BTD
-            keep = yield LoopPass(loop_idx, state_BTD, rows, active.num_leaving(loop_idx))
+            keep = yield LoopPass(loop_idx, state_BTD, rows, active.num_leaving(loop_idx), carry)
             if keep is not None and part is not None:
                 raise ValueError(
                     "a row cannot stop between the loops of a core in segments: earlier segments "

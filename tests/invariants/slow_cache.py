@@ -7,6 +7,7 @@ them a loop reads. Nothing here uses the caches of the package.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -137,10 +138,13 @@ class SlowSlot:
 
 
 class SlowDecoder:
-    """One row, call by call, under one policy."""
+    """One row, call by call, under one policy.
 
-    def __init__(self, model: LoopedLM, policy: str) -> None:
-        self.model, self.policy = model, policy
+    Args: rule: what a loop reads of earlier calls' tokens in the core.
+    """
+
+    def __init__(self, model: LoopedLM, policy: str, *, rule: Callable = earlier_entries) -> None:
+        self.model, self.policy, self.rule = model, policy, rule
         self.is_prompt = True
         self.length = 0
         self.stored: dict[tuple[str, int], list[SlowToken]] = {
@@ -184,7 +188,8 @@ class SlowDecoder:
         policy = self.policy if block == "core" else "per_loop"
         slots = []
         for i in range(count):
-            earlier = earlier_entries(
+            rule = self.rule if block == "core" else earlier_entries
+            earlier = rule(
                 policy,
                 self.stored[block, i],
                 loop=loop,

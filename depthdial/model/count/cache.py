@@ -1,6 +1,6 @@
-"""Cached keys and values as functions of the config, the loop count and the cache policy.
+"""Cached keys, values and states as functions of the config, the loop count and the cache policy.
 
-What a policy keeps is decided in `config/policies.py`; a column of the `plan` command is a policy
+What a policy keeps is decided in `config/policies.py`; a row of the `plan` command is a policy
 of `planned_policies`.
 G key/value heads, C channels per head, k loops.
 """
@@ -17,6 +17,7 @@ from depthdial.config import (
     count_slots,
     policy_obstacle,
 )
+from depthdial.model.sublayer import placed_layers
 
 CachePhase = Literal["prompt_peak", "steady"]
 """While the prompt runs, or while tokens are generated."""
@@ -63,9 +64,10 @@ def cache_bytes(
     batch_size: int = 1,
     phase: CachePhase = "steady",
 ) -> int:
-    """Bytes of cached keys and values: 2 * G * C per token and slot, with the core's own G.
+    """Bytes of cached keys and values, 2 * G * C per token and slot, with the core's own G; and of
+    recurrent states.
 
-    Layers with a window keep all tokens too.
+    Layers with a window keep all tokens too; a rule may keep fewer of the core.
 
     Args:
         context: cached tokens per row.
@@ -75,8 +77,26 @@ def cache_bytes(
     require_count("bytes_per_value", bytes_per_value)
     require_count("batch_size", batch_size)
     outside, core = _slots(config, num_loops, policy=policy, phase=phase)
-    values_per_token = 2 * (outside * config.key_width + core * config.core_config.key_width)
-    return values_per_token * context * batch_size * bytes_per_value
+    stored = min(context, cache_rule(policy, config).stored_tokens or context)
+    outside_values = 2 * outside * config.key_width * context
+    core_values = 2 * core * config.core_config.key_width * stored
+    keys = (outside_values + core_values) * batch_size * bytes_per_value
+    return keys + state_bytes(
+        config, num_loops, bytes_per_value=bytes_per_value, batch_size=batch_size
+    )
+
+
+def state_bytes(
+    config: ModelConfig, num_loops: int, *, bytes_per_value: int, batch_size: int = 1
+) -> int:
+    """Bytes of the recurrent states, one of each loop, whatever the number of tokens."""
+    require_count("num_loops", num_loops)
+    blocks = placed_layers(config)
+    outside, core = (
+        sum(placed.layer.state_size(placed.config) for placed in layers)
+        for layers in (blocks["prelude"] + blocks["coda"], blocks["core"])
+    )
+    return (outside + num_loops * core) * batch_size * bytes_per_value
 
 
 def require_count(name: str, value: int) -> None:

@@ -102,12 +102,13 @@ def flops_per_token(
     factor = TRAINING_FACTOR if training else 1
     per_weight = FLOPS_PER_WEIGHT * factor
     blocks = placed_layers(config)
+    mixing = _mixing(config, passes, context=context, position=position, policy=policy)
     per_pass = gate_matrices(config) + injection_matrices(config)
     return FlopsPerToken(
         prelude=per_weight * _weights(blocks["prelude"]),
         core=per_weight * _core_weights(config, passes),
         coda=per_weight * (_weights(blocks["coda"]) + state_projection(config)),
-        attention=factor * _mixing(config, passes, context=context, position=position),
+        attention=factor * mixing,
         gate=per_weight * len(passes) * per_pass,
         modulation=per_weight * _low_rank_weights(config, len(passes)),
         head=per_weight * config.vocab_size * config.d_model,
@@ -162,7 +163,12 @@ def _core_weights(config: ModelConfig, passes: Sequence[CorePass]) -> int:
 
 
 def _mixing(
-    config: ModelConfig, passes: Sequence[CorePass], *, context: int, position: QueryPosition
+    config: ModelConfig,
+    passes: Sequence[CorePass],
+    *,
+    context: int,
+    position: QueryPosition,
+    policy: CachePolicy | None,
 ) -> float:
     """FLOPs of one forward beyond weights: every product with a key or a value, recurrences."""
     blocks, window = placed_layers(config), config.loop.local_window
@@ -182,7 +188,10 @@ def _mixing(
                 )
         return total
 
-    once, each_pass, again = seen(outside), seen(core), seen(core, window)
+    stored = None if policy is None else cache_rule(policy, config).stored_tokens
+    # A prompt that is read in one call sees all of itself; afterwards what is stored, and itself.
+    in_core = stored + 1 if stored is not None and position == "last" else None
+    once, each_pass, again = seen(outside), seen(core, in_core), seen(core, window)
     num_local = sum(kind.attends_locally for kind in passes)
     total = 0.0
     for flops in once.keys() | each_pass.keys():
