@@ -73,7 +73,7 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("argv", "code", "message"),
         [
-            (["--temperature", "warm"], 2, "--temperature needs a number in plain decimal digits, got 'warm'"),
+            (["--temperature", "warm"], 2, "needs a number in plain decimal digits, got 'warm'"),
             (["--top-p", "0"], 1, "0 < top_p <= 1"),
             (["--temperature", "1e-40"], 1, "temperature 0 or 1e-06 <= temperature"),
             (["--top-k", "3"], 1, "top_k: no effect at temperature=0"),
