@@ -81,7 +81,11 @@ class TestGenerate:
             (["--max-new-tokens", "500"], 1, "the model's context is 48"),
             (["--num-loops", "1,2"], 2, "several loop counts go with --compare"),
             (["--step-sizes", "0.5,0.5"], 1, "step_sizes has no effect: this model is not"),
-            (["--step-sizes", "0.5,half"], 2, "--step-sizes needs a number, got 'half'"),
+            (
+                ["--step-sizes", "0.5,half"],
+                2,
+                "--step-sizes needs a number in plain decimal digits, got 'half'",
+            ),
             (["--step-sizes", "1", "--compare"], 2, "are of one loop count; leave --compare out"),
             (["--num-loop", "1"], 2, "Did you mean '--num-loops'?"),
             (["--exit-rule", "latent"], 1, "unknown stopping rule 'latent'"),
