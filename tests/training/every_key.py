@@ -158,8 +158,8 @@ BASES: dict[str, dict[str, Any]] = {
         "depth": {"sampler": "listed", "listed_loops": [1, 2]},
         "objective": {"distill": {"weight": 1.0, "rows": "one_loop"}},
         "optim.freeze": ["embedding.*", "prelude_stack.*", "coda_stack.*"],
-        "optim.lr_by_pattern": {"state_update.*": 0.1},
-        "optim.adamw_lr": 0.05,
+        "optim.lr_by_pattern": {"state_update.*": 0.02},
+        "optim.adamw_lr": 0.005,
         "train.init": "FOLDER",
     },
     "gate alone": {
@@ -290,7 +290,7 @@ VARIANTS: dict[str, list[Any]] = {
     "data.context": [12],
     "data.tokenizer_vocab": [None, With(290, {"model.vocab_size": 290})],
     "data.isolate_documents": [True, False],
-    "data.cache_dir": ["elsewhere"],
+    "data.cache_dir": ["ANOTHER CACHE"],
     "depth.sampler": [
         "fixed", "sync_uniform", "sync_weighted", "independent_uniform", "independent_weighted",
         "override", "poisson_lognormal", "poisson_truncated", "listed",
@@ -308,7 +308,7 @@ VARIANTS: dict[str, list[Any]] = {
     "depth.switch_frac": [0.0, 0.01, 0.5, 1.0],
     "objective.distill": [None, {"weight": 0.5}],
     "objective.distill.weight": [3.0],
-    "objective.distill.teacher": [None, "FOLDER", "OTHER"],
+    "objective.distill.teacher": [None, "OTHER"],
     "objective.distill.teacher_loops": [3],
     "objective.distill.rows": ["all", "one_loop"],
     "objective.trajectory": [None, {}],
@@ -316,7 +316,7 @@ VARIANTS: dict[str, list[Any]] = {
     "objective.trajectory.consistency_weight": [0.0, 2.0],
     "optim.optimizer": ["muon", "adamw"],
     "optim.lr": [0.005],
-    "optim.adamw_lr": [None, 0.001],
+    "optim.adamw_lr": [None, 0.0005],
     "optim.betas": [[0.5, 0.95], [0.9, 0.5]],
     "optim.eps": [1.0],
     "optim.momentum": [0.5],
@@ -387,9 +387,10 @@ def outcome(recipe: Recipe, folder: Path) -> dict[str, Any]:
             found[f"logits at {k}"] = model(tokens_BT, num_loops=k)
         k = recipe.model.num_loops
         cache = ContiguousCache(model.config, batch_size=2, capacity=6)
-        parts = [model(tokens_BT[:, :3], num_loops=k, cache=cache)]
+        # A prompt in two calls: some policies differ in what the second one reads alone.
+        parts = [model(part, num_loops=k, cache=cache) for part in tokens_BT[:, :4].split(2, dim=1)]
         cache.end_prompt()
-        parts += [model(tokens_BT[:, i, None], num_loops=k, cache=cache) for i in range(3, 6)]
+        parts += [model(tokens_BT[:, i, None], num_loops=k, cache=cache) for i in range(4, 6)]
         found["cached logits"] = torch.cat(parts, dim=1)
     try:
         beyond = recipe.model.max_loops + 1
