@@ -55,10 +55,19 @@ def place_in_memory(model, folder):
     return accelerate.cpu_offload(copy.eval(), execution_device="cpu")
 
 
-@pytest.mark.parametrize("place", [place_on_disk, place_in_parts, place_in_memory])
-def test_f08_offloaded_weights_compute_where_the_input_is(model, tmp_path, place):
+@pytest.mark.parametrize("place", [place_on_disk, place_in_parts])
+def test_f08_a_device_map_of_disk_and_memory_computes_where_the_input_is(tmp_path, place):
     """The model asked its embedding for the device, which was none: 'meta'."""
-    placed = place(model, tmp_path)
+    model = wrapped_toy(tie_embeddings=True)
+    assert_computes_as(model, place(model, tmp_path))
+
+
+def test_f08_offloaded_weights_compute_where_the_input_is(model, tmp_path):
+    assert_computes_as(model, place_in_memory(model, tmp_path))
+
+
+def assert_computes_as(model, placed):
+    """At every loop count, with a cache and without, and the weights stay where they are."""
     assert any(parameter.is_meta for parameter in placed.parameters())
     for num_loops in EVERY_COUNT:
         actual = placed(TOKENS, MASK, num_loops=num_loops).logits
