@@ -140,6 +140,7 @@ class ContiguousCache:
         index_BT = self.lengths_B.to(self._device)[:, None] + real_BT.cumsum(dim=1) - 1
         index_BT = index_BT.masked_fill(~real_BT, self.capacity)
         return CacheCall(
+            rows=torch.arange(self.batch_size, device=self._device),
             index_BT=index_BT,
             num_source_tokens=longest,
             real_BT=real_BT,

@@ -103,8 +103,7 @@ def write_place(call: CacheCall, rows: Tensor | None) -> WritePlace:
     """Where some rows of a call, given on the CPU, are written; None for all."""
     index_BT, num_source = call.index_BT, call.num_source_tokens
     if rows is None:
-        every_row = torch.arange(len(index_BT), device=index_BT.device)
-        return WritePlace(every_row, index_BT, num_source, is_whole=True)
+        return WritePlace(call.rows, index_BT, num_source, is_whole=True)
     rows = rows.to(index_BT.device)
     return WritePlace(rows, index_BT[rows], num_source)
 

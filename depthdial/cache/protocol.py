@@ -23,6 +23,7 @@ class CacheCall:
     """Where the tokens of one call go, as `open_call` has planned it.
 
     Fields:
+        rows: numbers of all rows, on the device.
         index_BT: position of each token in its row; the capacity for padding.
         num_source_tokens: S, positions that some row may read.
         real_BT: False at padding.
@@ -33,6 +34,7 @@ class CacheCall:
             slots; nothing of it outlives the call.
     """
 
+    rows: Tensor
     index_BT: Tensor
     num_source_tokens: int
     real_BT: Tensor
