@@ -58,7 +58,7 @@ class CacheRule:
         serves_local_window: goes with loop.local_window, whose later loops read the first loop's
             entries beside their own.
         stored_tokens: most tokens of a row that a core layer keeps; None for all.
-        obstacle: why the policy does not go with a model; gives None where it does.
+        obstacle: why the policy does not go with a model, and what to do; None where it does.
     """
 
     summary: str
@@ -118,12 +118,14 @@ class CacheRule:
 def _needs_plain_extra_pass(config: Any) -> str | None:
     """What an extra pass over the core cannot do."""
     if config.segments:
-        return f"segments={list(config.segments)}: its extra pass runs the core as a whole"
-    if config.modulation is not None and config.modulation.kind == "time_step":
-        return "modulation.kind='time_step': its extra pass has no time and no step size"
-    if count_slots(config.core_layout, "state"):
-        return "recurrent layers in the core: its extra pass would read every token twice"
-    return None
+        reason = f"segments={list(config.segments)}: its extra pass runs the core as a whole"
+    elif config.modulation is not None and config.modulation.kind == "time_step":
+        reason = "modulation.kind='time_step': its extra pass has no time and no step size"
+    elif count_slots(config.core_layout, "state"):
+        reason = "recurrent layers in the core: its extra pass would read every token twice"
+    else:
+        return None
+    return f"{reason}. Use stash_first or per_loop"
 
 
 POLICIES: dict[str, CacheRule] = {
@@ -233,7 +235,7 @@ def policy_obstacle(policy: str, config: Any) -> str | None:
         )
     reason = rule.obstacle(config)
     if reason is not None:
-        return f"cache policy '{policy}' does not go with {reason}. Use stash_first or per_loop."
+        return f"cache policy '{policy}' does not go with {reason}."
     return None
 
 
