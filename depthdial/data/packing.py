@@ -177,10 +177,7 @@ class PackedText:
     @property
     def fingerprint(self) -> str:
         """Of the split, all of which is read, and what opens its documents."""
-        if self.opening_id == self.shards.eos_id:
-            return self.shards.fingerprint
-        opened = f"{self.shards.fingerprint} opened by {self.opening_id}"
-        return hashlib.sha256(opened.encode()).hexdigest()
+        return opened_fingerprint(self.shards, self.opening_id)
 
     def rows(self, first_row: int, num_rows: int) -> Batch:
         """Rows first_row .. first_row + num_rows - 1; padding_mask_BT is None.
@@ -243,6 +240,14 @@ class PackedText:
                 del self._orders[next(iter(self._orders))]
             self._orders[epoch] = _EpochOrder(ends, self._file_starts[order] - (ends - lengths))
         return self._orders[epoch]
+
+
+def opened_fingerprint(shards: TokenShards, opening_id: int | None) -> str:
+    """Equal for equal files whose documents are opened alike: the same files opened by another
+    token are other rows."""
+    if opening_id == shards.eos_id:
+        return shards.fingerprint
+    return hashlib.sha256(f"{shards.fingerprint} opened by {opening_id}".encode()).hexdigest()
 
 
 class _EpochOrder(NamedTuple):

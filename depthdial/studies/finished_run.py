@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthdial.config import Recipe
+from depthdial.data.packing import opened_fingerprint
 from depthdial.data.shards import TokenDocument, TokenShards
 from depthdial.data.tokenizer import Tokenizer
 from depthdial.model.checkpoint import load_model
@@ -90,7 +91,8 @@ class FinishedRun:
         Raises: ValueError if they are not those of the run.
         """
         folder = run_folder(self.recipe, self.tokenizer)
-        if TokenShards.open(folder, "valid").fingerprint != self.progress["data"]["valid"]:
+        found = opened_fingerprint(TokenShards.open(folder, "valid"), self.tokenizer.opening_id)
+        if found != self.progress["data"]["valid"]:
             raise ValueError(
                 f"the held-out documents in {folder} are not those that {self.path} was validated "
                 "on, so the run may have trained on them. Prepare the same data again."
