@@ -74,6 +74,13 @@ def styled(text: str, style: str = "") -> Text:
     return Text(visible(text).replace("\r\n", "\n"), style=style)
 
 
+def open_closed_streams() -> None:
+    """A standard stream that whoever started the command closed swallows what it is given."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
 def leave_closed_pipe() -> None:
     """After the reader of standard output left, keep a later flush from failing again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

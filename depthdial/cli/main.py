@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from depthdial import __version__
-from depthdial.cli.console import leave_closed_pipe, say, say_traceback, write
+from depthdial.cli.console import leave_closed_pipe, open_closed_streams, say, say_traceback, write
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -104,6 +104,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; None for the process's own arguments."""
+    open_closed_streams()
     if argv is None:
         # A traceback quotes paths and texts, too.
         sys.excepthook = say_traceback

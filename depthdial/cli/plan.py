@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jsonargparse
 
 from depthdial.cli.console import result_console
-from depthdial.cli.options import Options, loop_counts, new_parser, number
+from depthdial.cli.options import Options, UsageError, loop_counts, new_parser, number
 from depthdial.cli.tables import (
     flops,
     loop_range,
@@ -31,6 +31,7 @@ from depthdial.config import (
     count_slots,
     nearest_name,
 )
+from depthdial.config.limits import MAX_CONTEXT
 from depthdial.config.text import read_mapping
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def run_plan(options: Options) -> int:
 
     config, depth, source = _described(options.model)
     context = number(options.context, "--context", whole=True)
+    if context is not None and context > MAX_CONTEXT:
+        raise UsageError(f"--context {context} is beyond {MAX_CONTEXT:,}, the most of any model.")
     batch_size = number(options.batch, "--batch", whole=True)
     fractions = {
         "override_frac": number(options.override_frac, "--override-frac", whole=False),

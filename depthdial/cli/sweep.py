@@ -122,8 +122,9 @@ def _check_target(path: Path) -> None:
 
     Raises: ValueError or FileNotFoundError.
     """
-    if path.exists() and not path.is_file():
-        raise ValueError(f"--save {path} is no regular file. Give the name of a file to write.")
+    from depthdial.eval.depth_sweep import check_save_place
+
+    check_save_place(path)
     folder = path.resolve().parent
     if not folder.is_dir():
         raise FileNotFoundError(f"--save {path}: there is no folder {path.parent}. Make it first.")

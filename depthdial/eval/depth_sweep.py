@@ -143,8 +143,7 @@ class DepthSweep:
         Raises: ValueError if something else than a file is there; OSError if the disk refuses.
         """
         path = Path(path).resolve()
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no regular file. Give the name of a file to write.")
+        check_save_place(path)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             write_synced(temporary, json.dumps(self.to_dict(), allow_nan=False) + "\n")
@@ -172,6 +171,24 @@ class DepthSweep:
                 f"{path} is no sweep ({error}). Give a file that `depthdial sweep --save`, "
                 "`depthdial report` or `DepthSweep.save` wrote."
             ) from None
+
+
+def check_save_place(path: Path) -> None:
+    """A sweep may be written there: nothing is there yet, or an older sweep.
+
+    Raises: ValueError for anything else, which would be lost.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file. Give the name of a file to write.")
+    try:
+        DepthSweep.load(path)
+    except ValueError:
+        raise ValueError(
+            f"{path} holds something else than a sweep, and is not replaced. Give another name, "
+            "or remove it."
+        ) from None
 
 
 class QuestionRows(Protocol):

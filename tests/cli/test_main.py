@@ -502,3 +502,13 @@ def test_a_reader_that_leaves_a_pipe_causes_no_traceback() -> None:
     )
     assert done.stdout.startswith("usage: depthdial train")
     assert done.stderr == ""
+
+
+def test_f10_a_closed_standard_output_is_no_traceback():
+    command = f"{sys.executable} -m depthdial list >&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_f31_plan_has_the_largest_context_of_any_model(cli):
+    assert "beyond 16,777,216" in cli("plan", "gpt-0.5b", "--context", "9" * 20).err

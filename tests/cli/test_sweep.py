@@ -138,7 +138,7 @@ class TestSweep:
                 ["--save", "absent/sweep.json"],
                 "--save absent/sweep.json: there is no folder absent",
             ),
-            (["--save", "."], "--save . is no regular file"),
+            (["--save", "."], ". is no regular file"),
         ],
     )
     def test_what_cannot_work_is_refused_before_anything_is_measured(
@@ -165,18 +165,19 @@ class TestSweep:
         format: list[str],
     ) -> None:
         path = tmp_path / "sweep.json"
-        path.write_text("older")
+        argv = ["sweep", tiny_run, "--num-loops", "1", "--no-timing", "--save", path, *format]
+        assert cli(*argv).code == 0
+        older = path.read_text()
 
         def full(path: Path, text: str) -> None:
             path.write_text(text[:9])
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr("depthdial.eval.depth_sweep.write_synced", full)
-        argv = ["sweep", tiny_run, "--num-loops", "1", "--no-timing", "--save", path, *format]
         code, out, err = cli(*argv)
         assert code == 1 and "loss" in out.lower()
         assert f"could not write {path}: No space left on device; the file that was there" in err
-        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("sweep.json", "older")]
+        assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("sweep.json", older)]
 
     def test_a_model_outside_a_run_needs_data(
         self, cli: Command, tiny_run: Path, tmp_path: Path

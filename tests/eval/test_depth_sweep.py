@@ -347,3 +347,18 @@ def test_f29_a_number_that_would_score_nothing_is_refused(wrong, words):
 def test_f29_questions_without_rows_or_depths_are_refused(wrong):
     with pytest.raises(ValueError, match="must be at least 1"):
         sweep_questions(small_model(), PointerPrograms(seed=0), loops=[1], **wrong)
+
+
+def test_f22_a_sweep_replaces_an_older_sweep_and_nothing_else(tmp_path):
+    """`--save` on a text, on weights or on token files took their place."""
+    sweep = sweep_documents(small_model(), [document(5)], loops=[1], context=CONTEXT, start_id=0)
+    path = tmp_path / "sweep.json"
+    sweep.save(path)
+    sweep.save(path)
+    for name, content in (("text.txt", b"dear diary"), ("model.safetensors", b"\x00\x01"),
+                          ("other.json", b'{"a": 1}')):  # fmt: skip
+        other = tmp_path / name
+        other.write_bytes(content)
+        with pytest.raises(ValueError, match="holds something else than a sweep"):
+            sweep.save(other)
+        assert other.read_bytes() == content
