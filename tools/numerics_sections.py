@@ -240,12 +240,12 @@ def walked(model: Any, policy: str, what: str, *, is_varied: bool) -> Entries:
     entries: Entries = {}
 
     def call(real: list[list[int]], **more: Any) -> None:
-        real_BT = torch.tensor(real, dtype=torch.bool)
+        is_token_BT = torch.tensor(real, dtype=torch.bool)
         shift = len(calls) if is_varied else 0
         loops = torch.tensor([(k - 1 + shift) % 4 + 1 for k in (3, 2, 4)])
-        ids = tokens(config.vocab_size, *real_BT.shape, key=f"call {len(calls)}")
-        logits = model(ids, num_loops=loops, cache=store, padding_mask_BT=real_BT, **more)
-        calls.append(logits[real_BT])
+        ids = tokens(config.vocab_size, *is_token_BT.shape, key=f"call {len(calls)}")
+        logits = model(ids, num_loops=loops, cache=store, padding_mask_BT=is_token_BT, **more)
+        calls.append(logits[is_token_BT])
 
     def close(name: str, first: int) -> None:
         entries[f"{name}{what}"] = torch.cat(calls[first:])

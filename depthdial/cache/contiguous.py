@@ -114,7 +114,7 @@ class ContiguousCache:
         self,
         shape: tuple[int, int],
         *,
-        real_BT: Tensor | None = None,
+        is_token_BT: Tensor | None = None,
         document_ids_BT: Tensor | None = None,
     ) -> CacheCall:
         """Plan where the tokens of one call go; nothing is stored yet.
@@ -124,11 +124,11 @@ class ContiguousCache:
         """
         if shape[0] != self.batch_size:
             raise ValueError(f"the call has {shape[0]} rows, the cache {self.batch_size}.")
-        if real_BT is None:
-            real_BT = torch.ones(shape, dtype=torch.bool, device=self._device)
+        if is_token_BT is None:
+            is_token_BT = torch.ones(shape, dtype=torch.bool, device=self._device)
             num_new_B = torch.full(shape[:1], shape[1])
         else:
-            num_new_B = real_BT.sum(dim=1).cpu()
+            num_new_B = is_token_BT.sum(dim=1).cpu()
         self._content.entries.check_call(num_new_B)
         ends_B = self.lengths_B + num_new_B
         longest = int(ends_B.max())
@@ -137,13 +137,13 @@ class ContiguousCache:
                 f"a row would hold {longest} tokens; the cache was made for {self.capacity}. "
                 "Make it larger, or generate fewer tokens."
             )
-        index_BT = self.lengths_B.to(self._device)[:, None] + real_BT.cumsum(dim=1) - 1
-        index_BT = index_BT.masked_fill(~real_BT, self.capacity)
+        index_BT = self.lengths_B.to(self._device)[:, None] + is_token_BT.cumsum(dim=1) - 1
+        index_BT = index_BT.masked_fill(~is_token_BT, self.capacity)
         return CacheCall(
             rows=torch.arange(self.batch_size, device=self._device),
             index_BT=index_BT,
             num_source_tokens=longest,
-            real_BT=real_BT,
+            is_token_BT=is_token_BT,
             num_new_B=num_new_B,
             ends_B=ends_B,
             document_ids_BT=document_ids_BT,

@@ -26,7 +26,7 @@ class CacheCall:
         rows: numbers of all rows, on the device.
         index_BT: position of each token in its row; the capacity for padding.
         num_source_tokens: S, positions that some row may read.
-        real_BT: False at padding.
+        is_token_BT: False at padding.
         num_new_B, ends_B: real tokens of the call, and tokens of the row with them; on the CPU.
         document_ids_BT, source_document_ids_BS: of the call [B, T], and of all positions
             [B, capacity + 1]; None without documents.
@@ -37,7 +37,7 @@ class CacheCall:
     rows: Tensor
     index_BT: Tensor
     num_source_tokens: int
-    real_BT: Tensor
+    is_token_BT: Tensor
     num_new_B: Tensor
     ends_B: Tensor
     document_ids_BT: Tensor | None
@@ -83,7 +83,7 @@ class LoopCache(Protocol):
         self,
         shape: tuple[int, int],
         *,
-        real_BT: Tensor | None = None,
+        is_token_BT: Tensor | None = None,
         document_ids_BT: Tensor | None = None,
     ) -> CacheCall:
         """Plan where the tokens of one call go; nothing is stored yet.

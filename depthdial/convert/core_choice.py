@@ -132,13 +132,13 @@ def layer_distances(model: LoopedLM, rows: Sequence[Sequence[int]]) -> list[floa
     Args: rows: token ids, each at least one.
     """
     totals: np.ndarray | None = None
-    for tokens_BT, real_BT in _batches(rows):
+    for tokens_BT, is_token_BT in _batches(rows):
         states = [model.embed(tokens_BT, positions_BT=_positions(tokens_BT))]
         _, outputs = run_layers(model, tokens_BT, 1)
         states += [output_BTD for _, output_BTD in outputs]
         sums = np.array(
             [
-                float(angular_distance(below, above)[real_BT].sum(dtype=torch.float64))
+                float(angular_distance(below, above)[is_token_BT].sum(dtype=torch.float64))
                 for below, above in zip(states, states[1:], strict=False)
             ]
         )

@@ -123,15 +123,15 @@ class _Watch:
     def __init__(self, model: LoopedLM, begun: Begun, *, rule: StoppingRule) -> None:
         self.model, self.begun, self.rule = model, begun, rule
         tokens_BT, padding_mask_BT = begun.call.tokens_BT, begun.call.padding_mask_BT
-        real_BT = torch.ones_like(tokens_BT) if padding_mask_BT is None else padding_mask_BT
-        self.max_loops, self.real_BT = begun.call.num_loops, real_BT.bool()
-        self.has_token_B = self.real_BT.any(dim=1)
-        places_T = torch.arange(real_BT.shape[1], device=real_BT.device)
-        self.last_B = (places_T * self.real_BT).amax(dim=1)
-        batch_size, most = len(real_BT), int(torch.as_tensor(self.max_loops).max())
+        is_token_BT = torch.ones_like(tokens_BT) if padding_mask_BT is None else padding_mask_BT
+        self.max_loops, self.is_token_BT = begun.call.num_loops, is_token_BT.bool()
+        self.has_token_B = self.is_token_BT.any(dim=1)
+        places_T = torch.arange(is_token_BT.shape[1], device=is_token_BT.device)
+        self.last_B = (places_T * self.is_token_BT).amax(dim=1)
+        batch_size, most = len(is_token_BT), int(torch.as_tensor(self.max_loops).max())
         self.loops_B = torch.zeros(batch_size, dtype=torch.int64)
         self.values_BL = torch.full((batch_size, most), torch.nan)
-        self.all_rows = torch.arange(batch_size, device=real_BT.device)
+        self.all_rows = torch.arange(batch_size, device=is_token_BT.device)
         self.memory = rule.begin(self._point(begun.initial_state_BTD, self.all_rows)).clone()
 
     def rows_of(self, done: LoopPass) -> Tensor:
@@ -157,7 +157,7 @@ class _Watch:
     def _point(self, state_NTD: Tensor, rows: Tensor) -> ExitPoint:
         return ExitPoint(
             state_NTD=state_NTD,
-            real_NT=self.real_BT[rows],
+            is_token_NT=self.is_token_BT[rows],
             last_N=self.last_B[rows],
             logits_NV=None,
             gate_logit_N=None,

@@ -191,8 +191,8 @@ def _decode(
         if new_tokens == max_new_tokens or not bool(is_open_B.any()):
             break
         # A finished row brings padding from here on: nothing of it is stored or attended.
-        tokens_BT, real_BT = next_B[:, None].to(device), is_open_B[:, None].to(device)
-        call = make_call(tokens_BT, padding_mask_BT=real_BT)
+        tokens_BT, is_token_BT = next_B[:, None].to(device), is_open_B[:, None].to(device)
+        call = make_call(tokens_BT, padding_mask_BT=is_token_BT)
         if stop_rule is None:
             logits_BTV = model.head(model.hidden_states(call))
         else:
@@ -224,14 +224,14 @@ def _prefill(
     tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = torch.tensor(prompt)
-    real_BT = torch.arange(longest) < lengths_B[:, None]
+    is_token_BT = torch.arange(longest) < lengths_B[:, None]
     last_BD = torch.zeros(
         len(prompts), model.config.d_model, device=device, dtype=model.embedding.weight.dtype
     )
     for start in range(0, longest, chunk or longest):
         end = min(start + (chunk or longest), longest)
         call = make_call(
-            tokens_BT[:, start:end].to(device), padding_mask_BT=real_BT[:, start:end].to(device)
+            tokens_BT[:, start:end].to(device), padding_mask_BT=is_token_BT[:, start:end].to(device)
         )
         x_BTD = model.hidden_states(call)
         ends_here = ((lengths_B > start) & (lengths_B <= end)).nonzero()[:, 0]

@@ -151,14 +151,14 @@ def _read(
     tokens_BT = torch.zeros(len(inputs), longest, dtype=torch.int64)
     for row, ids in enumerate(inputs):
         tokens_BT[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
-    real_BT = torch.arange(longest) < lengths_B[:, None]
+    is_token_BT = torch.arange(longest) < lengths_B[:, None]
     device = model.embedding.weight.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         logits_BTV = model(
             tokens_BT.to(device),
             num_loops=num_loops,
             cache=cache,
-            padding_mask_BT=None if bool(real_BT.all()) else real_BT.to(device),
+            padding_mask_BT=None if bool(is_token_BT.all()) else is_token_BT.to(device),
         )
     found = []
     for row, scored in enumerate(rows):

@@ -51,7 +51,7 @@ class DepthdialCache(Cache):
         probe = ContiguousCache(config, batch_size=1, capacity=self.capacity, policy=policy)
         self.policy, self._can_roll_back = probe.policy, probe.can_roll_back
         self.loop_cache: LoopCache | None = None
-        self.real_BS: Tensor | None = None
+        self.is_token_BS: Tensor | None = None
 
     def open(self, tokens_BT: Tensor, mask_BS: Tensor | None) -> tuple[LoopCache, Tensor | None]:
         """The loop cache of one call, and the part of the padding mask that belongs to the call.
@@ -68,18 +68,18 @@ class DepthdialCache(Cache):
                 policy=self.policy,
                 device=tokens_BT.device,
             )
-            self.real_BS = torch.ones(batch_size, 0, dtype=torch.bool, device=tokens_BT.device)
-        assert self.real_BS is not None, "a cache with rows knows which of its columns are real"
+            self.is_token_BS = torch.ones(batch_size, 0, dtype=torch.bool, device=tokens_BT.device)
+        assert self.is_token_BS is not None, "a cache with rows knows which of its columns are real"
         if mask_BS is None:
             return self.loop_cache, None
-        num_seen = self.real_BS.shape[1]
-        if tuple(mask_BS.shape) != (self.real_BS.shape[0], num_seen + num_new):
+        num_seen = self.is_token_BS.shape[1]
+        if tuple(mask_BS.shape) != (self.is_token_BS.shape[0], num_seen + num_new):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask_BS.shape)}; with {num_seen} columns in the "
-                f"cache and {num_new} in this call it must be {self.real_BS.shape[0]} x "
+                f"cache and {num_new} in this call it must be {self.is_token_BS.shape[0]} x "
                 f"{num_seen + num_new}."
             )
-        if bool(((mask_BS[:, :num_seen] != 0) != self.real_BS).any()):
+        if bool(((mask_BS[:, :num_seen] != 0) != self.is_token_BS).any()):
             raise ValueError(
                 "attention_mask hides or shows tokens that are in the cache already; it must be "
                 "the mask of the earlier calls, with new columns behind it."
@@ -88,9 +88,9 @@ class DepthdialCache(Cache):
 
     def close(self, shape: tuple[int, int], mask_BT: Tensor | None) -> None:
         """Note the columns of a call that has run."""
-        assert self.real_BS is not None, "a call is opened first"
-        new_BT = self.real_BS.new_ones(shape) if mask_BT is None else mask_BT != 0
-        self.real_BS = torch.cat([self.real_BS, new_BT.to(self.real_BS.device)], dim=1)
+        assert self.is_token_BS is not None, "a call is opened first"
+        new_BT = self.is_token_BS.new_ones(shape) if mask_BT is None else mask_BT != 0
+        self.is_token_BS = torch.cat([self.is_token_BS, new_BT.to(self.is_token_BS.device)], dim=1)
 
     def end_prompt(self) -> None:
         """The prompt is complete: `LoopCache.end_prompt`."""
@@ -99,7 +99,7 @@ class DepthdialCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far, padding among them."""
-        return 0 if self.real_BS is None else self.real_BS.shape[1]
+        return 0 if self.is_token_BS is None else self.is_token_BS.shape[1]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most real tokens per row."""
@@ -117,9 +117,9 @@ class DepthdialCache(Cache):
         """Keep these rows, in this order; a row may be named more than once."""
         if self.loop_cache is None:
             return
-        assert self.real_BS is not None, "a cache with rows knows which of its columns are real"
+        assert self.is_token_BS is not None, "a cache with rows knows which of its columns are real"
         self.loop_cache.reorder(indices.cpu())
-        self.real_BS = self.real_BS[indices.to(self.real_BS.device)]
+        self.is_token_BS = self.is_token_BS[indices.to(self.is_token_BS.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, copies beside each other."""
@@ -141,13 +141,13 @@ class DepthdialCache(Cache):
             )
         if tokens_to_remove == 0 or self.loop_cache is None:
             return
-        assert self.real_BS is not None, "a cache with rows knows which of its columns are real"
-        self.real_BS = self.real_BS[:, :tokens_to_remove]
-        self.loop_cache.crop(self.real_BS.sum(dim=1))
+        assert self.is_token_BS is not None, "a cache with rows knows which of its columns are real"
+        self.is_token_BS = self.is_token_BS[:, :tokens_to_remove]
+        self.loop_cache.crop(self.is_token_BS.sum(dim=1))
 
     def reset(self) -> None:
         """Forget everything, the batch size too."""
-        self.loop_cache = self.real_BS = None
+        self.loop_cache = self.is_token_BS = None
 
     def activate_past_recording(self) -> None:
         """Nothing to do: every token stays until it is cropped."""

@@ -57,8 +57,8 @@ class AttentionSpec:
         dtype: of the products; impl: which product computes it.
         place_BT: source column at which each query stands, [1 or B, T]; None for query t at
             column t (a call without a cache).
-        real_BT: queries that are no padding; None for all. Padding attends to nothing.
-        source_real_BS: source tokens that are no padding; None for all.
+        is_token_BT: queries that are no padding; None for all. Padding attends to nothing.
+        source_is_token_BS: source tokens that are no padding; None for all.
         document_ids_BT, source_document_ids_BS: of queries and source tokens; None for both where
             documents are not apart.
         window: most tokens that a query sees, itself included; None for all.
@@ -72,8 +72,8 @@ class AttentionSpec:
     dtype: torch.dtype
     impl: AttentionImpl = "sdpa"
     place_BT: Tensor | None = None
-    real_BT: Tensor | None = None
-    source_real_BS: Tensor | None = None
+    is_token_BT: Tensor | None = None
+    source_is_token_BS: Tensor | None = None
     document_ids_BT: Tensor | None = None
     source_document_ids_BS: Tensor | None = None
     window: int | None = None
@@ -87,8 +87,8 @@ class AttentionSpec:
             x is None
             for x in (
                 self.place_BT,
-                self.real_BT,
-                self.source_real_BS,
+                self.is_token_BT,
+                self.source_is_token_BS,
                 self.document_ids_BT,
                 self.window,
                 self.missing_BS,
@@ -143,7 +143,7 @@ class AttentionSpec:
             last = int(self.place_BT[:, start:stop].max()) + 1
             return 0, min(last, self.num_sources)
         # Padding between two tokens lets a window reach further back than its columns.
-        has_padding = self.source_real_BS is not None
+        has_padding = self.source_is_token_BS is not None
         if self.window is None or has_padding:
             return 0, stop
         return max(0, start - self.window + 1), stop
@@ -165,10 +165,10 @@ class AttentionSpec:
         else:
             place_BT = self.place_BT[:, start:stop]
         allowed_BTS = column_S <= place_BT[..., None]
-        if self.real_BT is not None:
-            allowed_BTS = allowed_BTS & self.real_BT[:, start:stop, None]
-        if self.source_real_BS is not None:
-            allowed_BTS = allowed_BTS & self.source_real_BS[:, None, first:last]
+        if self.is_token_BT is not None:
+            allowed_BTS = allowed_BTS & self.is_token_BT[:, start:stop, None]
+        if self.source_is_token_BS is not None:
+            allowed_BTS = allowed_BTS & self.source_is_token_BS[:, None, first:last]
         if self.document_ids_BT is not None:
             assert self.source_document_ids_BS is not None, "documents are apart on both sides"
             source_ids_BS = self.source_document_ids_BS[:, first:last]
@@ -176,9 +176,9 @@ class AttentionSpec:
             allowed_BTS = allowed_BTS & (source_ids_BS[:, None, :] == ids_BT[..., None])
         if self.window is not None:
             order_BT, order_BS = place_BT, column_S[None]
-            if self.source_real_BS is not None:
+            if self.source_is_token_BS is not None:
                 # Distance counts real tokens, so that padding does not use up the window.
-                order_BS = self.source_real_BS.long().cumsum(dim=1)
+                order_BS = self.source_is_token_BS.long().cumsum(dim=1)
                 order_BT = order_BS.gather(1, place_BT.expand(len(order_BS), -1))
                 order_BS = order_BS[:, first:last]
             distance_BTS = order_BT[:, :, None] - order_BS[:, None, :]
@@ -214,7 +214,7 @@ class AttentionSpec:
             place_BT = torch.arange(self.num_queries, device=device)[None]
         else:
             place_BT = self.place_BT
-        has_places = self.source_real_BS is None and self.source_document_ids_BS is None
+        has_places = self.source_is_token_BS is None and self.source_document_ids_BS is None
         if has_places:
             rank_BT = place_BT
         else:
@@ -222,27 +222,32 @@ class AttentionSpec:
             # A padding query stands at no column; its position is never read.
             columns_BT = place_BT.clamp(max=self.num_sources - 1).expand(len(rank_BS), -1)
             rank_BT = rank_BS.gather(1, columns_BT)
-        if self.real_BT is not None:
-            rank_BT = rank_BT * self.real_BT
+        if self.is_token_BT is not None:
+            rank_BT = rank_BT * self.is_token_BT
         return rank_BT
 
     def _ranks(self, device: torch.device) -> Tensor:
         """Number of earlier real source tokens of the same document, [1 or B, S]."""
         if self.source_document_ids_BS is None:
-            assert self.source_real_BS is not None
-            return (self.source_real_BS.long().cumsum(dim=1) - 1).clamp(min=0)
+            assert self.source_is_token_BS is not None
+            return (self.source_is_token_BS.long().cumsum(dim=1) - 1).clamp(min=0)
         ids_BS = self.source_document_ids_BS
-        if self.source_real_BS is None:
-            real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
+        if self.source_is_token_BS is None:
+            is_token_BS = torch.ones_like(ids_BS, dtype=torch.bool)
         else:
-            real_BS = self.source_real_BS.expand(len(ids_BS), -1)
+            is_token_BS = self.source_is_token_BS.expand(len(ids_BS), -1)
         # Equal ids side by side, in their order: a token's rank is its distance from their first.
         order_BS = ids_BS.argsort(dim=1, stable=True)
-        sorted_ids_BS, sorted_real_BS = ids_BS.gather(1, order_BS), real_BS.gather(1, order_BS)
-        counts_BS = sorted_real_BS.long().cumsum(dim=1)
-        starts_BS = torch.ones_like(sorted_real_BS)
+        sorted_ids_BS, sorted_is_token_BS = (
+            ids_BS.gather(1, order_BS),
+            is_token_BS.gather(1, order_BS),
+        )
+        counts_BS = sorted_is_token_BS.long().cumsum(dim=1)
+        starts_BS = torch.ones_like(sorted_is_token_BS)
         starts_BS[:, 1:] = sorted_ids_BS[:, 1:] != sorted_ids_BS[:, :-1]
-        before_BS = torch.where(starts_BS, counts_BS - sorted_real_BS.long(), 0).cummax(dim=1)[0]
+        before_BS = torch.where(starts_BS, counts_BS - sorted_is_token_BS.long(), 0).cummax(dim=1)[
+            0
+        ]
         ranks_BS = (counts_BS - before_BS - 1).clamp(min=0)
         return torch.empty_like(ranks_BS).scatter(1, order_BS, ranks_BS)
 
@@ -417,18 +422,18 @@ def _pair_function(spec: AttentionSpec, *, device: torch.device) -> Any:
         return 0 if tensor.shape[0] == 1 else b
 
     order_BS = None
-    if spec.window is not None and spec.source_real_BS is not None:
-        order_BS = spec.source_real_BS.long().cumsum(dim=1)
+    if spec.window is not None and spec.source_is_token_BS is not None:
+        order_BS = spec.source_is_token_BS.long().cumsum(dim=1)
 
     def allowed(b: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
         place = query
         if spec.place_BT is not None:
             place = spec.place_BT[row_of(spec.place_BT, b), query]
         pair = column <= place
-        if spec.real_BT is not None:
-            pair = pair & spec.real_BT[row_of(spec.real_BT, b), query]
-        if spec.source_real_BS is not None:
-            pair = pair & spec.source_real_BS[row_of(spec.source_real_BS, b), column]
+        if spec.is_token_BT is not None:
+            pair = pair & spec.is_token_BT[row_of(spec.is_token_BT, b), query]
+        if spec.source_is_token_BS is not None:
+            pair = pair & spec.source_is_token_BS[row_of(spec.source_is_token_BS, b), column]
         if spec.document_ids_BT is not None and spec.source_document_ids_BS is not None:
             of_query = spec.document_ids_BT[row_of(spec.document_ids_BT, b), query]
             ids_BS = spec.source_document_ids_BS

@@ -44,18 +44,18 @@ class TokenView(NamedTuple):
     """What a layer without attention knows of this call's tokens.
 
     Fields:
-        real_BT: False at padding, which must change neither a state nor a sum over tokens; None
+        is_token_BT: False at padding, which must change neither a state nor a sum over tokens; None
             where every token is real.
         starts_BT: True at the first token of each document, before which a state is empty again;
             None where the rows hold one document, that of earlier calls on a cache.
     """
 
-    real_BT: Tensor | None
+    is_token_BT: Tensor | None
     starts_BT: Tensor | None
 
     def narrow(self, rows: Tensor | slice) -> TokenView:
         """Keep some rows of the batch."""
-        return TokenView(narrow_rows(self.real_BT, rows), narrow_rows(self.starts_BT, rows))
+        return TokenView(narrow_rows(self.is_token_BT, rows), narrow_rows(self.starts_BT, rows))
 
 
 class SharedKV(Protocol):

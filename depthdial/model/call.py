@@ -222,16 +222,18 @@ def build_context(
     shape = (tokens_BT.shape[0], tokens_BT.shape[1])
     _check_shape("positions_BT", positions_BT, shape)
     _check_shape("document_ids_BT", document_ids_BT, shape)
-    real_BT = _real_tokens(call.padding_mask_BT, shape)
+    is_token_BT = _real_tokens(call.padding_mask_BT, shape)
     cache_call = None
     if call.cache is None:
-        spec = _spec_in_call(tokens_BT, real_BT, document_ids_BT, dtype=dtype)
+        spec = _spec_in_call(tokens_BT, is_token_BT, document_ids_BT, dtype=dtype)
     else:
-        cache_call = call.cache.open_call(shape, real_BT=real_BT, document_ids_BT=document_ids_BT)
+        cache_call = call.cache.open_call(
+            shape, is_token_BT=is_token_BT, document_ids_BT=document_ids_BT
+        )
         spec = _spec_in_cache(cache_call, dtype=dtype)
     if positions_BT is None:
         positions_BT = spec.default_positions(tokens_BT.device)
-    token_view = TokenView(real_BT, _document_starts(real_BT, document_ids_BT, cache_call))
+    token_view = TokenView(is_token_BT, _document_starts(is_token_BT, document_ids_BT, cache_call))
     views = _views(tokens_BT, positions_BT, config, spec=spec, token_view=token_view)
     return ForwardContext(tokens_BT, positions_BT, views, spec.dtype), cache_call
 
@@ -283,7 +285,7 @@ def _rotary(
 
 
 def _document_starts(
-    real_BT: Tensor | None, document_ids_BT: Tensor | None, cache_call: CacheCall | None
+    is_token_BT: Tensor | None, document_ids_BT: Tensor | None, cache_call: CacheCall | None
 ) -> Tensor | None:
     """True at real tokens whose document is another than that of the real token before them."""
     if document_ids_BT is None:
@@ -291,21 +293,21 @@ def _document_starts(
     if cache_call is not None:
         assert cache_call.source_document_ids_BS is not None, "documents are stored with tokens"
         index_BT, ids_BS = cache_call.index_BT, cache_call.source_document_ids_BS
-        before_BT, is_real_BT = index_BT - 1, cache_call.real_BT
+        before_BT, is_token_BT = index_BT - 1, cache_call.is_token_BT
     else:
-        ids_BS, is_real_BT = document_ids_BT, real_BT
-        if is_real_BT is None:
-            is_real_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+        ids_BS = document_ids_BT
+        if is_token_BT is None:
+            is_token_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
         order_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
-        newest_BT = torch.where(is_real_BT, order_T, -1).cummax(dim=1).values
+        newest_BT = torch.where(is_token_BT, order_T, -1).cummax(dim=1).values
         before_BT = F.pad(newest_BT[:, :-1], (1, 0), value=-1)
     ids_before_BT = ids_BS.gather(1, before_BT.clamp(min=0))
-    return is_real_BT & ((before_BT < 0) | (ids_before_BT != document_ids_BT))
+    return is_token_BT & ((before_BT < 0) | (ids_before_BT != document_ids_BT))
 
 
 def _spec_in_call(
     tokens_BT: Tensor,
-    real_BT: Tensor | None,
+    is_token_BT: Tensor | None,
     document_ids_BT: Tensor | None,
     *,
     dtype: torch.dtype,
@@ -316,8 +318,8 @@ def _spec_in_call(
         num_tokens,
         num_tokens,
         dtype,
-        real_BT=real_BT,
-        source_real_BS=real_BT,
+        is_token_BT=is_token_BT,
+        source_is_token_BS=is_token_BT,
         document_ids_BT=document_ids_BT,
         source_document_ids_BS=document_ids_BT,
     )
@@ -332,7 +334,7 @@ def _spec_in_cache(call: CacheCall, *, dtype: torch.dtype) -> AttentionSpec:
         num_source,
         dtype,
         place_BT=index_BT,
-        real_BT=call.real_BT,
+        is_token_BT=call.is_token_BT,
         document_ids_BT=call.document_ids_BT,
         source_document_ids_BS=None if ids_BS is None else ids_BS[:, :num_source],
     )
@@ -344,13 +346,13 @@ def _real_tokens(padding_mask_BT: Tensor | None, shape: tuple[int, int]) -> Tens
     _check_shape("padding_mask_BT", padding_mask_BT, shape)
     if padding_mask_BT.dtype == torch.bool:
         return padding_mask_BT
-    real_BT = padding_mask_BT == 1
-    if not bool((real_BT | (padding_mask_BT == 0)).all()):
+    is_token_BT = padding_mask_BT == 1
+    if not bool((is_token_BT | (padding_mask_BT == 0)).all()):
         raise ValueError(
             "padding_mask_BT has values besides 0 and 1; give 1 (or True) at real tokens and "
             "0 (or False) at padding. Additive masks are not taken."
         )
-    return real_BT
+    return is_token_BT
 
 
 def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:

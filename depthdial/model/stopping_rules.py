@@ -30,7 +30,7 @@ class ExitPoint(NamedTuple):
 
     Fields:
         state_NTD: state of the call's tokens.
-        real_NT: False at padding; every row has a real token.
+        is_token_NT: False at padding; every row has a real token.
         last_N: place of each row's last real token.
         logits_NV: readout at that token; None unless the rule needs it, and before the first pass.
         gate_logit_N: exit gate at that token; None unless the rule needs it, and before the first.
@@ -38,7 +38,7 @@ class ExitPoint(NamedTuple):
     """
 
     state_NTD: Tensor
-    real_NT: Tensor
+    is_token_NT: Tensor
     last_N: Tensor
     logits_NV: Tensor | None
     gate_logit_N: Tensor | None
@@ -193,7 +193,7 @@ class LatentDiff(StoppingRule):
     def measure(self, point: ExitPoint, memory: Tensor) -> tuple[Tensor, Tensor]:
         state_NTD = wide(point.state_NTD)
         moved_NT = (state_NTD - memory).norm(dim=-1) / state_NTD.norm(dim=-1)
-        return _mean_of_real(moved_NT, point.real_NT), state_NTD
+        return _mean_of_real(moved_NT, point.is_token_NT), state_NTD
 
 
 class Cosine(StoppingRule):
@@ -212,7 +212,7 @@ class Cosine(StoppingRule):
         state_NTD = wide(point.state_NTD)
         norms_NT = state_NTD.norm(dim=-1) * memory.norm(dim=-1)
         cosine_NT = (state_NTD * memory).sum(dim=-1) / norms_NT
-        return 1 - _mean_of_real(cosine_NT, point.real_NT), state_NTD
+        return 1 - _mean_of_real(cosine_NT, point.is_token_NT), state_NTD
 
 
 class Convergence(StoppingRule):
@@ -353,8 +353,8 @@ def _kl(prev_log_p_NV: Tensor, log_p_NV: Tensor) -> Tensor:
     return (prev_log_p_NV.exp() * (prev_log_p_NV - log_p_NV)).sum(dim=-1)
 
 
-def _mean_of_real(x_NT: Tensor, real_NT: Tensor) -> Tensor:
-    return x_NT.masked_fill(~real_NT, 0.0).sum(dim=-1) / real_NT.sum(dim=-1)
+def _mean_of_real(x_NT: Tensor, is_token_NT: Tensor) -> Tensor:
+    return x_NT.masked_fill(~is_token_NT, 0.0).sum(dim=-1) / is_token_NT.sum(dim=-1)
 
 
 def _stopped_by_now(point: ExitPoint, log_going_N: Tensor) -> tuple[Tensor, Tensor]:

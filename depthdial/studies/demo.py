@@ -85,7 +85,9 @@ def run_demo(folder: str | Path, *, quick: bool = False, console: Console) -> Re
 def demo_recipe(name: str, folder: Path, *, quick: bool) -> Recipe:
     """A shipped recipe as the demonstration in `folder` runs it."""
     recipe = Recipe.from_file(recipe_file(name))
-    changes: dict[str, object] = {"data.cache_dir": str(folder / "data")}
+    changes: dict[str, object] = {}
+    if recipe.data.corpus is not None:
+        changes["data.cache_dir"] = str(folder / "data")
     if quick:
         changes |= {"train.steps": QUICK_STEPS, "train.val_every": QUICK_STEPS // 2}
     return recipe.replace(**changes)
@@ -102,7 +104,8 @@ def _check_folder(job: Job) -> None:
         return
     found = Recipe.from_file(job.run.config_path)
     # The same folder may be named in another way than at the first call.
-    found = found.replace(**{"data.cache_dir": job.recipe.data.cache_dir})
+    if found.data.corpus is not None and job.recipe.data.corpus is not None:
+        found = found.replace(**{"data.cache_dir": job.recipe.data.cache_dir})
     for key, there, here in found.differences(job.recipe):
         raise ValueError(
             f"{job.run.path} holds a run with other settings than this demonstration ({key} is "

@@ -54,10 +54,10 @@ def test_f31_a_pattern_that_the_library_gives_up_on_is_an_error_in_words(tmp_pat
 
 
 def test_f31_a_pattern_that_takes_too_long_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer_limits, "SECONDS", 0.2)
+    monkeypatch.setattr(tokenizer_limits, "SECONDS", 0.0)
     tokenizer = Tokenizer.from_file(write(tmp_path, pre_tokenizer=split(STEADY)))
     started = time.monotonic()
-    with pytest.raises(ValueError, match="takes more than 0.24 seconds for 40 characters"):
+    with pytest.raises(ValueError, match="takes more than 0.04 seconds for 40 characters"):
         tokenizer.encode("a" * 40)
     assert time.monotonic() - started < 30
 

@@ -77,7 +77,7 @@ def point_at(state_NTD, *, gate_logit_N=None):
     num_rows, num_tokens = state_NTD.shape[:2]
     return ExitPoint(
         state_NTD=state_NTD,
-        real_NT=torch.ones(num_rows, num_tokens, dtype=torch.bool),
+        is_token_NT=torch.ones(num_rows, num_tokens, dtype=torch.bool),
         last_N=torch.full((num_rows,), num_tokens - 1),
         logits_NV=None,
         gate_logit_N=gate_logit_N,

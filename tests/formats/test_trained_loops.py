@@ -208,7 +208,7 @@ def test_a_recipe_does_not_say_what_was_trained(dense, cli, tmp_path):
     }
     path.write_text(json.dumps(recipe | {"train": {"steps": 1, "batch_size": 8}}))
     code, _, err = cli("plan", path)
-    assert code == 1 and "model.trained_loops=[] is written by training" in err
+    assert code == 1 and "model.trained_loops=() is written by training" in err
 
 
 def test_a_copied_golden_with_other_loops_is_trained_at_those(tmp_path):

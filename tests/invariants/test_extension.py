@@ -290,9 +290,9 @@ class Routed:
         assert isinstance(core, Experts)
         route, forward = core.route, core.forward
 
-        def counting(x_BTD, real_BT):
+        def counting(x_BTD, is_token_BT):
             self.calls += 1
-            return route(x_BTD, real_BT)
+            return route(x_BTD, is_token_BT)
 
         def routing_anew(x_BTD, *, slot, view):
             return forward(x_BTD, slot=Anew(slot), view=view)

@@ -47,8 +47,8 @@ class Recurrence(nn.Module):
             if view.starts_BT is not None:
                 h_BD = torch.where(view.starts_BT[:, t, None], 0, h_BD)
             next_BD = torch.lerp(value_BTD[:, t], h_BD, decay_BTD[:, t])
-            if view.real_BT is not None:
-                next_BD = torch.where(view.real_BT[:, t, None], next_BD, h_BD)
+            if view.is_token_BT is not None:
+                next_BD = torch.where(view.is_token_BT[:, t, None], next_BD, h_BD)
             h_BD = next_BD
             hidden.append(h_BD)
         slot.set((h_BD,))
@@ -66,16 +66,18 @@ class Experts(nn.Module):
     def forward(self, x_BTD: Tensor, *, slot, view) -> Tensor:
         routes = slot.replay()
         if routes is None:
-            routes = slot.record(self.route(x_BTD, view.real_BT))
+            routes = slot.record(self.route(x_BTD, view.is_token_BT))
         chosen_BTNDD = self.experts[routes.experts_BTN]
         y_BTND = torch.einsum("btnij,btj->btni", chosen_BTNDD, x_BTD)
         return (routes.weights_BTN[..., None] * y_BTND).sum(dim=2)
 
-    def route(self, x_BTD: Tensor, real_BT: Tensor | None) -> Routes:
+    def route(self, x_BTD: Tensor, is_token_BT: Tensor | None) -> Routes:
         probability_BTE = self.router(x_BTD).softmax(dim=-1)
         weights_BTN, experts_BTN = probability_BTE.topk(PER_TOKEN, dim=-1)
-        real_BT = probability_BTE.new_ones(x_BTD.shape[:2]) if real_BT is None else real_BT
-        real_BT1 = real_BT[..., None].to(probability_BTE.dtype).expand(*x_BTD.shape[:2], 1)
+        is_token_BT = (
+            probability_BTE.new_ones(x_BTD.shape[:2]) if is_token_BT is None else is_token_BT
+        )
+        real_BT1 = is_token_BT[..., None].to(probability_BTE.dtype).expand(*x_BTD.shape[:2], 1)
         load_BE = (F.one_hot(experts_BTN, NUM_EXPERTS).sum(dim=2) * real_BT1).sum(dim=1)
         share_BE = (probability_BTE * real_BT1).sum(dim=1)
         num_real_B = real_BT1.sum(dim=(1, 2)).clamp(min=1)
@@ -147,7 +149,7 @@ class LastTokens(Entries):
     def slots(self, layers, *, loop_idx, rows, call):
         place = write_place(call, rows)
         every_row = torch.arange(len(self.lengths_B)) if rows is None else rows
-        of_rows = (self.lengths_B[every_row], call.ends_B[every_row], call.real_BT[every_row])
+        of_rows = (self.lengths_B[every_row], call.ends_B[every_row], call.is_token_BT[every_row])
         return [LastTokensSlot(self.buffer(layer, loop_idx), place, *of_rows) for layer in layers]
 
     def select(self, rows: Tensor):
@@ -167,9 +169,9 @@ class LastTokensSlot:
     is_read_only = False
     shared = None
 
-    def __init__(self, buffer, place, starts_B, ends_B, real_BT) -> None:
+    def __init__(self, buffer, place, starts_B, ends_B, is_token_BT) -> None:
         self.buffer, self.place = buffer, place
-        self.starts_B, self.ends_B, self.real_BT = starts_B, ends_B, real_BT
+        self.starts_B, self.ends_B, self.is_token_BT = starts_B, ends_B, is_token_BT
 
     def attend(self, q_BTHC, k_BTGC, v_BTGC, *, spec, scale):
         self.buffer.reserve(k_BTGC, v_BTGC)
@@ -188,7 +190,7 @@ class LastTokensSlot:
             spec=spec.without(missing_BS),
             scale=scale,
         )
-        goes_BT = is_dropped(index_BT, self.ends_B[:, None]) | ~self.real_BT
+        goes_BT = is_dropped(index_BT, self.ends_B[:, None]) | ~self.is_token_BT
         target_BT = torch.where(goes_BT, LAST + 1, ring(index_BT))
         self.buffer.put(rows[:, None], target_BT, k=k_BTGC, v=v_BTGC)
         return y_BTHC

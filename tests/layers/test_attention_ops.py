@@ -22,21 +22,21 @@ def spec_of(case: dict, *, impl="sdpa", dtype=torch.float64) -> AttentionSpec:
     batch, num_queries = case["shape"]
     if case["cached"] is None:
         return AttentionSpec(
-            num_queries, num_queries, dtype, impl, real_BT=real, source_real_BS=real,
+            num_queries, num_queries, dtype, impl, is_token_BT=real, source_is_token_BS=real,
             document_ids_BT=documents, source_document_ids_BS=documents, window=case["window"],
         )  # fmt: skip
     before_B = torch.tensor(case["cached"])
-    real_BT = torch.ones(batch, num_queries, dtype=torch.bool) if real is None else real
-    place_BT = before_B[:, None] + real_BT.long().cumsum(1) - 1
-    num_sources = int((before_B + real_BT.sum(1)).max())
-    place_BT = place_BT.masked_fill(~real_BT, num_sources + 3)
+    is_token_BT = torch.ones(batch, num_queries, dtype=torch.bool) if real is None else real
+    place_BT = before_B[:, None] + is_token_BT.long().cumsum(1) - 1
+    num_sources = int((before_B + is_token_BT.sum(1)).max())
+    place_BT = place_BT.masked_fill(~is_token_BT, num_sources + 3)
     source_ids = None
     if documents is not None:
         generator = torch.Generator().manual_seed(0)
         source_ids = torch.randint(0, 2, (batch, num_sources + 4), generator=generator)
         source_ids = source_ids.scatter(1, place_BT, documents)[:, :num_sources]
     return AttentionSpec(
-        num_queries, num_sources, dtype, impl, place_BT=place_BT, real_BT=real_BT,
+        num_queries, num_sources, dtype, impl, place_BT=place_BT, is_token_BT=is_token_BT,
         document_ids_BT=documents, source_document_ids_BS=source_ids, window=case["window"],
     )  # fmt: skip
 
@@ -73,18 +73,18 @@ def slow_allowed(case: dict, spec: AttentionSpec) -> torch.Tensor:
             place = t if spec.place_BT is None else int(spec.place_BT[b, t])
             for s in range(spec.num_sources):
                 source_real = True
-                if spec.source_real_BS is not None:
-                    source_real = bool(spec.source_real_BS[b, s])
+                if spec.source_is_token_BS is not None:
+                    source_real = bool(spec.source_is_token_BS[b, s])
                 same = True
                 if case["documents"] is not None:
                     same = int(spec.source_document_ids_BS[b, s]) == case["documents"][b][t]
                 near = True
                 if spec.window is not None:
                     between = range(s, min(place, spec.num_sources - 1))
-                    if spec.source_real_BS is None:
+                    if spec.source_is_token_BS is None:
                         distance = place - s
                     else:
-                        distance = sum(bool(spec.source_real_BS[b, x + 1]) for x in between)
+                        distance = sum(bool(spec.source_is_token_BS[b, x + 1]) for x in between)
                     near = distance < spec.window
                 allowed[b, t, s] = real and source_real and same and near and s <= place
     return allowed
@@ -225,7 +225,7 @@ def test_fully_masked_queries_are_zero_in_every_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for impl in ("explicit", "sdpa"):
             real = torch.zeros(2, 3, dtype=torch.bool)
-            spec = AttentionSpec(3, 3, dtype, impl, real_BT=real, source_real_BS=real)
+            spec = AttentionSpec(3, 3, dtype, impl, is_token_BT=real, source_is_token_BS=real)
             q, k, v = inputs_of({"shape": (2, 3)}, spec, dtype)
             assert not attention(q, k, v, spec=spec.ready(CPU), scale=SCALE).any()
 

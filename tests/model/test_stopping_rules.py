@@ -18,7 +18,7 @@ def point(*, state=None, logits=None, gate=None, real=None, last=None):
     num_rows, num_tokens = state_NTD.shape[:2]
     return ExitPoint(
         state_NTD=state_NTD,
-        real_NT=torch.ones(num_rows, num_tokens).bool() if real is None else torch.tensor(real),
+        is_token_NT=torch.ones(num_rows, num_tokens).bool() if real is None else torch.tensor(real),
         last_N=torch.full((num_rows,), num_tokens - 1) if last is None else torch.tensor(last),
         logits_NV=None if logits is None else torch.tensor([logits]),
         gate_logit_N=None if gate is None else torch.tensor([gate]),
@@ -143,7 +143,7 @@ def test_what_a_rule_remembers_has_a_row_per_row(name):
     rule = stopping_rule(name, 0.5 if name == "q_exit" else None)
     seen = ExitPoint(
         state_NTD=torch.randn(3, 2, 4),
-        real_NT=torch.ones(3, 2).bool(),
+        is_token_NT=torch.ones(3, 2).bool(),
         last_N=torch.tensor([1, 1, 1]),
         logits_NV=torch.randn(3, V) if rule.needs_logits else None,
         gate_logit_N=torch.randn(3) if rule.needs_gate else None,
@@ -153,7 +153,7 @@ def test_what_a_rule_remembers_has_a_row_per_row(name):
     value_N, memory = rule.measure(seen, rule.begin(start))
     few = seen._replace(
         state_NTD=seen.state_NTD[1:2],
-        real_NT=seen.real_NT[1:2],
+        is_token_NT=seen.is_token_NT[1:2],
         last_N=seen.last_N[1:2],
         logits_NV=None if seen.logits_NV is None else seen.logits_NV[1:2],
         gate_logit_N=None if seen.gate_logit_N is None else seen.gate_logit_N[1:2],
