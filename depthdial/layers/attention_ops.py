@@ -287,14 +287,10 @@ def has_flex() -> bool:
     """Whether flex attention can be compiled for the GPU of this process."""
     if not torch.cuda.is_available():
         return False
-    # Triton kernels; older cards lack what they need.
-    return torch.cuda.get_device_capability() >= (8, 0) and _has_triton()
-
-
-def _has_triton() -> bool:
     from torch.utils._triton import has_triton
 
-    return has_triton()
+    # Triton kernels; older cards lack what they need.
+    return torch.cuda.get_device_capability() >= (8, 0) and has_triton()
 
 
 def attention(
@@ -404,9 +400,7 @@ def _flex_attention(
     if device.type == "cuda":
         run = torch.compile(flex_attention, dynamic=True)
     y_BHTC = run(
-        q_BTHC.transpose(1, 2),
-        k_BSGC.transpose(1, 2),
-        v_BSGC.transpose(1, 2),
+        *(x.transpose(1, 2) for x in (q_BTHC, k_BSGC, v_BSGC)),
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q_BTHC.shape[2] != k_BSGC.shape[2],
